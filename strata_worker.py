@@ -1,0 +1,3369 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["pyarrow", "h11", "certifi"]
+# ///
+"""A Strata executor in one file: run a notebook's cells on this machine, over HTTP.
+
+Start it with ``python strata_worker.py --port 9000``, or from Python::
+
+    import strata_worker
+    with strata_worker.Worker(port=0) as worker:
+        print(worker.url)
+
+A request travels down this file's sections and its answer comes back up. Each
+section uses only those above it; the next feature belongs in the lowest section
+that needs to know of it.
+
+    Protocol        the constants and file names that are wire formats
+    Settings        every flag and environment variable, in one frozen object
+    Errors          one exception that knows its status and its body
+    Secrets         taking the worker's own out of a cell's reach
+    Parsing         bytes to requests, forms and cells; no I/O
+    HTTP            sockets, one thread for each request under way, early refusals
+    Fetching        URLs from elsewhere, judged, pinned and followed no further
+    Processes       fork servers, the cells they start, and the console of a cell
+    Machine         what this machine has, probed once
+    Bundle          a run's folder as a tar, streamed
+    Execution       slots, and a run's life from admission to answer
+    Routes          which request is whose
+    Command line    starting and stopping
+
+A server thread never runs a cell itself: ``harness.py --fork-server`` forks them,
+reaps them and ends whatever they leave behind.
+"""
+
+import sys
+
+if sys.version_info < (3, 10):
+    sys.exit("strata-worker needs Python 3.10 or newer; this is %s" % sys.version.split()[0])
+
+import argparse
+import codecs
+import collections
+import contextlib
+import dataclasses
+import errno
+import functools
+import hashlib
+import hmac
+import http
+import http.client
+import ipaddress
+import json
+import logging
+import math
+import os
+import queue
+import re
+import selectors
+import shutil
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+import weakref
+from pathlib import Path
+
+try:
+    import h11
+except ImportError:
+    sys.exit(
+        "strata-worker needs h11, which %s does not have: %s -m pip install h11 certifi pyarrow"
+        % (sys.executable, sys.executable)
+    )
+
+__version__ = "0.1.0"
+
+log = logging.getLogger("strata_worker")
+
+
+# ---------------------------------------------------------------------------------------
+# Protocol: the constants and file names that are wire formats
+# ---------------------------------------------------------------------------------------
+
+PROTOCOL = "v1"
+NOTEBOOK_PROTOCOL = "notebook-cell-v1"
+TRANSFORM_REF = "notebook_cell@v1"
+MANIFEST_FORMAT = "notebook-build-manifest@v1"
+BUNDLE_FORMAT = "notebook-output-bundle@v1"
+
+PROTOCOL_HEADERS = (
+    ("X-Strata-Executor-Protocol", PROTOCOL),
+    ("X-Strata-Notebook-Executor-Protocol", NOTEBOOK_PROTOCOL),
+)
+
+EXTENSIONS = {
+    "arrow/ipc": ".arrow",
+    "json/object": ".json",
+    "pickle/object": ".pickle",
+    "image/png": ".png",
+    "text/markdown": ".md",
+    "module/import": ".module.json",
+    "module/cell": ".cell_module.json",
+    "module/cell-instance": ".cell_instance.pickle",
+    "dir/tar": ".dir.tar",
+    "application/x-r-rds": ".rds",
+}
+
+LANGUAGES = ("python", "r")
+
+
+def value_file_name(name, content_type):
+    """The file a variable travels in, e.g. ``X-4b68ab38.json`` for ``X``.
+
+    A name with an upper-case letter carries a digest, so that ``x`` and ``X`` stay
+    apart on a disk that folds case.
+    """
+    stem = name
+    if any(letter.isupper() for letter in name):
+        stem = "%s-%s" % (name, hashlib.sha256(name.encode()).hexdigest()[:8])
+    return stem + EXTENSIONS.get(content_type, ".bin")
+
+
+def last_component(name):
+    """The last path component of a file name that a request sent; ValueError if it has none."""
+    last = name.replace("\\", "/").rsplit("/", 1)[-1]
+    if last in ("", ".", "..") or "\0" in last or len(os.fsencode(last)) > 255:
+        raise ValueError("%r is not the name of a file" % name)
+    return last
+
+
+# ---------------------------------------------------------------------------------------
+# Settings: every flag and environment variable, in one frozen object
+# ---------------------------------------------------------------------------------------
+
+
+def whole_number(least):
+    def parse(text):
+        number = int(text)
+        if number < least:
+            raise ValueError("must be a whole number from %d" % least)
+        return number
+
+    return parse
+
+
+def seconds(text):
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise ValueError("must be a number of seconds, 0 or more")
+    return number
+
+
+def port_number(text):
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise ValueError("must be a port from 0 to 65535")
+    return number
+
+
+def switch(text):
+    if str(text).lower() in ("1", "true", "yes", "on"):
+        return True
+    if str(text).lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError("must be 1 or 0")
+
+
+def one_of(*choices):
+    def parse(text):
+        if text.lower() not in choices:
+            raise ValueError("must be one of " + ", ".join(choices))
+        return text.lower()
+
+    return parse
+
+
+def name_list(text):
+    """``A,B*`` or ``["A", "B*"]`` as a tuple of names."""
+    if not text.lstrip().startswith("["):
+        return tuple(filter(None, (part.strip() for part in text.split(","))))
+    names = json.loads(text)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("must be a comma list or a JSON array of strings")
+    return tuple(names)
+
+
+def setting(env, parse, default, doc, flag=None, secret=False):
+    """A field of Settings: where it is read from, how, and what it is for."""
+    return dataclasses.field(
+        default=default,
+        metadata={"env": env, "parse": parse, "doc": doc, "flag": flag, "secret": secret},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything that can be set, read once at start: flags, then variables, then defaults."""
+
+    host: str = setting(
+        "STRATA_WORKER_HOST", str, None,
+        "address to listen on; default 127.0.0.1, or 0.0.0.0 when a token is set", "--host",
+    )
+    port: int = setting("STRATA_WORKER_PORT", port_number, 9000, "port; 0 picks a free one", "--port")
+    token: str = setting(
+        "STRATA_WORKER_TOKEN", str, None,
+        "bearer token that /v1/* and /execute require", secret=True,
+    )
+    max_concurrent: int = setting(
+        "STRATA_WORKER_MAX_CONCURRENT", whole_number(1), None,
+        "cells at once; more are refused with 503. Default: no limit", "--max-concurrent",
+    )
+    gpu_slots: int = setting(
+        "STRATA_WORKER_GPU_SLOTS", whole_number(1), None,
+        "GPUs to hand out, one a cell, through CUDA_VISIBLE_DEVICES. Default: not managed",
+        "--gpu-slots",
+    )
+    log_level: str = setting(
+        "STRATA_WORKER_LOG_LEVEL", one_of("debug", "info", "warning", "error"), "info",
+        "debug, info, warning or error", "--log-level",
+    )
+    drain_seconds: float = setting(
+        "STRATA_WORKER_DRAIN_SECONDS", seconds, 10.0,
+        "how long running cells may go on after SIGTERM",
+    )
+    launch_id: str = setting(
+        "STRATA_WORKER_LAUNCH_ID", str, None, "echoed by /health as launch_id",
+    )
+    preload: tuple = setting(
+        "STRATA_WORKER_PRELOAD", name_list, ("pyarrow", "numpy", "pandas"),
+        "modules the fork server imports once for all cells; empty for none, off for no fork server",
+    )
+    run_root: str = setting(
+        "STRATA_WORKER_RUN_ROOT", str, None,
+        "where the folders of running cells are made. Default: the system's temporary folder",
+    )
+    stall_seconds: float = setting(
+        "STRATA_WORKER_STALL_SECONDS", seconds, 60.0,
+        "how long a peer may go without moving a byte, in either direction",
+    )
+    max_input_bytes: int = setting(
+        "STRATA_WORKER_MAX_INPUT_BYTES", whole_number(0), 2 * 2**30,
+        "the largest input that is downloaded (pull model)",
+    )
+    allowed_hosts: tuple = setting(
+        "STRATA_WORKER_ALLOWED_HOSTS", name_list, (),
+        "hosts that a manifest's URLs may name though their address is private; .suffix allowed",
+    )
+    allow_local_hosts: bool = setting(
+        "STRATA_WORKER_ALLOW_LOCAL_HOSTS", switch, False,
+        "1: fetch from any address, through the proxy variables (tests and local development only)",
+    )
+    env_allowlist: tuple = setting(
+        "STRATA_NOTEBOOK_HARNESS_ENV_ALLOWLIST", name_list, (),
+        "variables of the worker that a cell may see besides what any process needs; "
+        "PREFIX* allowed. Default: all but the worker's secrets",
+    )
+    connect_token: str = setting(
+        "STRATA_WORKER_CONNECT_TOKEN", str, None, "bearer token for the relay", secret=True,
+    )
+    credentials: str = setting(
+        "STRATA_NOTEBOOK_CREDENTIALS", str, None,
+        "storage credentials by name, as JSON", secret=True,
+    )
+    mount_credentials: str = setting(
+        "STRATA_NOTEBOOK_MOUNT_CREDENTIALS", str, None,
+        "the credential each storage scheme uses, as JSON", secret=True,
+    )
+
+    @classmethod
+    def load(cls, environ, given=()):
+        """Settings from keyword values or flags (``given``) over variables over defaults.
+
+        Raises ValueError naming the flag or variable that holds a bad value.
+        """
+        given = dict(given)
+        values = {}
+        for field in dataclasses.fields(cls):
+            source, text = field.metadata["env"], environ.get(field.metadata["env"])
+            if given.get(field.name) is not None:
+                source, text = field.metadata["flag"] or field.name, given[field.name]
+            if text is not None:
+                values[field.name] = parse_setting(field, source, text)
+        return cls(**values)
+
+    @property
+    def bind_host(self):
+        return self.host or ("0.0.0.0" if self.token else "127.0.0.1")
+
+
+def parse_setting(field, source, text):
+    if not isinstance(text, str):
+        text = ",".join(text) if isinstance(text, (tuple, list)) else str(text)
+    if field.metadata["env"].endswith("_TOKEN") and not text.strip():
+        return None  # an empty token is no token; it must not open the door with "Bearer "
+    try:
+        return field.metadata["parse"](text)
+    except ValueError as problem:
+        shown = "(hidden)" if field.metadata["secret"] else repr(text)
+        raise ValueError("%s is %s: %s" % (source, shown, problem)) from None
+
+
+SECRET_NAMES = tuple(f.metadata["env"] for f in dataclasses.fields(Settings) if f.metadata["secret"])
+
+# Limits that guard the worker against its peers. Not settings: nobody tunes them, and
+# each is far from what an honest client does.
+MAX_HEAD = 64 * 1024  # request line and headers; nginx allows 32 KiB, h11 16 KiB
+MAX_CONNECTIONS = 1000  # open sockets; past that the longest idle one is closed
+MAX_REQUESTS = 128  # threads serving requests; more wait for one
+HEALTH_RESERVE = 16  # threads kept for /health when all of those are busy
+HEAD_SECONDS = 10  # from a head's first byte to its last
+IDLE_SECONDS = 75  # a kept-alive connection with nothing to say; as nginx
+LINGER_SECONDS = 2  # a refused client's time to notice the answer
+LINGER_BYTES = 512 * 1024  # read and thrown away meanwhile
+NEGLIGIBLE = 64 * 1024  # of an unread body: one packet of a large loopback
+MAX_PARTS = 10_000  # multipart parts; Starlette allows 1,000 files
+MAX_PART_HEAD = 16 * 1024
+MAX_METADATA = 32 * 1024 * 1024  # the source and two lock files; a real one is 100 kB
+MAX_RESULT = 256 * 1024 * 1024  # result.json of 100,000 variables is 20 MB
+CHUNK = 1024 * 1024  # read and written at a time
+
+
+# ---------------------------------------------------------------------------------------
+# Errors: one exception that knows its status and its body
+# ---------------------------------------------------------------------------------------
+
+
+class WorkerError(Exception):
+    """A request that ends in an HTTP error (page: "Error envelope").
+
+    ``failed`` picks the body: a run that could not be made to work answers
+    ``{"success": false, "error": ...}``, everything else ``{"detail": ...}``.
+    """
+
+    def __init__(self, status, message, failed=False, headers=()):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.failed = failed
+        self.headers = tuple(headers)
+
+    def body(self):
+        if self.failed:
+            return {"success": False, "error": self.message}
+        return {"detail": self.message}
+
+
+def bad_request(message):
+    return WorkerError(400, message)
+
+
+def run_failed(message, status=500):
+    return WorkerError(status, message, failed=True)
+
+
+# ---------------------------------------------------------------------------------------
+# Secrets: taking the worker's own out of a cell's reach
+# ---------------------------------------------------------------------------------------
+
+# What any process needs to start and to find its programs, temporary folder and locale.
+ESSENTIAL_NAMES = frozenset(
+    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TEMP TMP LD_LIBRARY_PATH "
+    "DYLD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR VIRTUAL_ENV R_HOME R_LIBS R_LIBS_SITE R_LIBS_USER "
+    "CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES".split()
+)
+ESSENTIAL_PREFIXES = ("LC_", "PYTHON")
+
+
+def cell_environment(environ, allowlist):
+    """The worker's environment as a cell may see it: no secrets, and only what is listed."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in SECRET_NAMES and (not allowlist or is_allowed(name, allowlist))
+    }
+
+
+def is_allowed(name, allowlist):
+    if name in ESSENTIAL_NAMES or name.startswith(ESSENTIAL_PREFIXES):
+        return True
+    return any(
+        # A prefix never reaches STRATA_*: it could catch a credential by accident.
+        name.startswith(entry[:-1]) and not name.startswith("STRATA_")
+        if entry.endswith("*")
+        else name == entry
+        for entry in allowlist
+    )
+
+
+def hide_secrets(environ):
+    """Take the worker's secrets out of this process, where a cell of the same user could look.
+
+    ``del os.environ[...]`` leaves them in the block that /proc/<pid>/environ shows, so that
+    is overwritten; and the process is made undumpable, which closes its /proc/<pid>/mem
+    and ptrace to everybody without CAP_SYS_PTRACE.
+    """
+    names = [name for name in SECRET_NAMES if environ.pop(name, None) is not None]
+    if not sys.platform.startswith("linux"):
+        return
+    make_undumpable()
+    if names:
+        erase_from_block(names)
+        warn_of_parent(names)
+
+
+def make_undumpable():
+    import ctypes
+
+    PR_SET_DUMPABLE = 4
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        log.warning("could not make the worker undumpable: a cell may read its memory")
+
+
+def erase_from_block(names):
+    """Zero the values of these variables in the environment block the kernel gave us."""
+    import ctypes
+
+    with open("/proc/self/stat", "rb") as stat_file:
+        fields = stat_file.read().rpartition(b")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end: proc(5), 50 and 51
+    if not 0 < start < end:
+        log.warning("the environment block cannot be found: /proc/<pid>/environ may show secrets")
+        return
+    block = ctypes.string_at(start, end - start)
+    for name in names:
+        for found in re.finditer(rb"(?:^|\0)" + name.encode() + rb"=([^\0]*)", block):
+            ctypes.memset(start + found.start(1), 0, len(found.group(1)))
+
+
+def warn_of_parent(names):
+    """``uv run`` and some supervisors stay around with the environment they handed on."""
+    try:
+        with open("/proc/%d/environ" % os.getppid(), "rb") as block:
+            held = {entry.split(b"=", 1)[0].decode(errors="replace") for entry in block.read().split(b"\0")}
+    except OSError:
+        return  # another user's process: then a cell cannot read it either
+    for name in sorted(held.intersection(names)):
+        log.warning(
+            "%s is also in the environment of the parent process (pid %d), where a cell can read it; "
+            "start the worker so that its parent does not hold it", name, os.getppid(),
+        )
+
+
+# ---------------------------------------------------------------------------------------
+# Parsing: bytes to requests, forms and cells; no I/O
+# ---------------------------------------------------------------------------------------
+#
+# Each parser is fed what has arrived and gives back what it can make of it, or None for
+# "more, please". None of them knows a socket or a file.
+
+
+TRACE_FIELDS = ("traceparent", "tracestate")
+
+
+class Headers:
+    """Header fields: names in lower case, values as text (Latin-1, as on the wire)."""
+
+    def __init__(self, pairs=()):
+        self.pairs = [(name.lower(), value) for name, value in pairs]
+
+    def get(self, name, default=None):
+        return next((value for key, value in self.pairs if key == name), default)
+
+    def tokens(self, name):
+        """A comma-separated field's members, in lower case."""
+        values = ",".join(value for key, value in self.pairs if key == name)
+        return [token.strip().lower() for token in values.split(",") if token.strip()]
+
+
+@dataclasses.dataclass
+class Head:
+    """The start of a request: everything before its body."""
+
+    method: str
+    target: str
+    headers: Headers
+    length: int  # of the body; None when it is chunked
+    keep_alive: bool
+    expects_continue: bool
+    protocol: object = dataclasses.field(repr=False, default=None)  # its h11.Connection
+
+    @property
+    def path(self):
+        path = self.target.partition("?")[0]
+        if "://" in path:  # absolute form, as sent to a proxy
+            path = "/" + path.split("://", 1)[1].partition("/")[2]
+        return path
+
+    @property
+    def query(self):
+        return self.target.partition("?")[2]
+
+
+def take_head(buffer):
+    """Take one request's head off the front of ``buffer`` (a bytearray); None if it is not all there.
+
+    h11 reads it, after two things that h11 lets pass and that other servers on the way may
+    read differently, which is how requests are smuggled: bare line feeds and folded lines.
+    """
+    while buffer.startswith(b"\r\n"):  # after an old client's POST: RFC 9112, 2.2
+        del buffer[:2]
+    end = buffer.find(b"\r\n\r\n")
+    if end > MAX_HEAD or end < 0 and len(buffer) > MAX_HEAD:
+        raise WorkerError(431, "The request's head is larger than %d bytes" % MAX_HEAD)
+    head = bytes(buffer[: end + 4]) if end >= 0 else b""
+    if b"\n\n" in buffer[:MAX_HEAD] and end < 0 or re.search(rb"(?<!\r)\n|\r\n[ \t]", head):
+        raise bad_request("The request's head has a bare line feed or a folded header line")
+    if end < 0:
+        return None
+    del buffer[: end + 4]
+    return parse_head(head)
+
+
+def parse_head(head):
+    protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
+    try:
+        protocol.receive_data(head)
+        request = protocol.next_event()
+    except h11.RemoteProtocolError as problem:
+        raise WorkerError(problem.error_status_hint, "Malformed request: %s" % problem) from None
+    if not isinstance(request, h11.Request):
+        raise bad_request("Malformed request: no request line")
+    headers = Headers((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers)
+    return Head(
+        method=request.method.decode("latin-1"),
+        target=request.target.decode("latin-1"),
+        headers=headers,
+        length=body_length(headers),
+        keep_alive=request.http_version == b"1.1" and "close" not in headers.tokens("connection"),
+        expects_continue="100-continue" in headers.tokens("expect"),
+        protocol=protocol,
+    )
+
+
+def body_length(headers):
+    codings, lengths = headers.tokens("transfer-encoding"), headers.tokens("content-length")
+    if codings and lengths:
+        raise bad_request("The request has both a Content-Length and a Transfer-Encoding")
+    if codings:
+        return None
+    return int(lengths[0]) if lengths else 0
+
+
+HEADER_PARAMETER = re.compile(r';\s*([^\s=;"]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^;]*))', re.DOTALL)
+
+
+def header_parameters(value):
+    """``form-data; name="df"`` as ``("form-data", {"name": "df"})``; RFC 2045, 8187.
+
+    A backslash escapes only a quote or itself, for the sake of old Windows paths. A
+    ``name*`` with a charset wins over its plain ``name``.
+    """
+    parameters = {}
+    for name, quoted, token in HEADER_PARAMETER.findall(value):
+        parameters[name.lower()] = re.sub(r'\\(["\\])', r"\1", quoted) or token.strip()
+    for name in [name for name in parameters if name.endswith("*")]:
+        charset, _, rest = parameters.pop(name).partition("'")
+        with contextlib.suppress(LookupError):  # an unknown charset leaves the plain one
+            parameters[name[:-1]] = urllib.parse.unquote(rest.partition("'")[2], charset or "utf-8")
+    return value.partition(";")[0].strip().lower(), parameters
+
+
+def form_boundary(content_type):
+    kind, parameters = header_parameters(content_type or "")
+    if kind != "multipart/form-data":
+        raise bad_request("Content-Type must be multipart/form-data, not %r" % (content_type or "absent"))
+    boundary = parameters.get("boundary", "")
+    if not re.fullmatch(r"[\x21-\x7e]([\x20-\x7e]{0,68}[\x21-\x7e])?", boundary):
+        raise bad_request("multipart/form-data needs a boundary of 1 to 70 printable characters")
+    return boundary.encode()
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The head of one part of a form."""
+
+    name: str
+    filename: str = None
+
+
+class MultipartParser:
+    """RFC 2046 and 7578, fed in pieces of any size.
+
+    ``feed`` gives a list of events: a ``Part`` when one starts, then its bytes, piece by
+    piece. A part ends where the next begins, and the form when ``finished`` turns true.
+    What follows the last boundary is an epilogue, and ignored.
+
+    Only the delimiter's own length is ever held back, so memory stays flat. The buffer
+    starts with a line break, since the first delimiter needs none before it.
+    """
+
+    def __init__(self, boundary):
+        self.delimiter = b"\r\n--" + boundary
+        self.buffer = b"\r\n"
+        self.step = self.in_body
+        self.discarding = True  # the preamble is a body that nobody wants
+        self.after_head = False  # the buffer starts with the line break that ends a part's head
+        self.parts = 0
+        self.finished = False
+
+    def feed(self, data):
+        self.buffer = self.buffer + data if self.buffer else bytes(data)
+        events = []
+        while not self.finished and self.step(events):
+            pass
+        if self.finished:
+            self.buffer = b""
+        return events
+
+    def close(self):
+        if not self.finished:
+            raise bad_request("The multipart form ends before its final boundary")
+
+    def in_body(self, events):
+        found = self.buffer.find(self.delimiter)
+        if found < 0:
+            self.emit(events, self.possible_delimiter())
+            return False
+        self.emit(events, found)
+        self.step = self.at_delimiter
+        return True
+
+    def possible_delimiter(self):
+        """How much of the buffer cannot be the start of a delimiter."""
+        start = max(0, len(self.buffer) - len(self.delimiter) + 1)
+        found = self.buffer.find(b"\r", start)
+        while found >= 0 and not self.delimiter.startswith(self.buffer[found:]):
+            found = self.buffer.find(b"\r", found + 1)
+        return len(self.buffer) if found < 0 else found
+
+    def emit(self, events, size):
+        """The buffer's first bytes are content. Right after a head it is always more than two."""
+        start = 2 if self.after_head and size else 0
+        self.after_head = self.after_head and not size
+        if size > start and not self.discarding:
+            events.append(self.buffer[start:size] if size - start < len(self.buffer) else self.buffer)
+        self.buffer = self.buffer[size:]
+
+    def at_delimiter(self, events):
+        """The buffer starts with a delimiter: is it the last, the next, or a line of the body?"""
+        rest = self.buffer[len(self.delimiter) : len(self.delimiter) + 1026]
+        if rest.startswith(b"--"):
+            self.finished = True
+            return True
+        line = rest.lstrip(b" \t")  # transport padding
+        if line.startswith(b"\r\n"):
+            self.buffer = self.buffer[len(self.delimiter) + len(rest) - len(line) :]
+            self.step = self.in_head
+            return True
+        if line in (b"", b"\r") and len(rest) < 1026 or rest == b"-":
+            return False
+        self.emit(events, len(self.delimiter))  # a longer line that only starts like a delimiter
+        self.step = self.in_body
+        return True
+
+    def in_head(self, events):
+        """The buffer starts with the line break that ends the delimiter's line."""
+        end = self.buffer.find(b"\r\n\r\n")
+        if max(end, len(self.buffer) if end < 0 else 0) > MAX_PART_HEAD:
+            raise bad_request("A part's headers are larger than %d bytes" % MAX_PART_HEAD)
+        if end < 0:
+            return False
+        self.parts += 1
+        if self.parts > MAX_PARTS:
+            raise bad_request("The form has more than %d parts" % MAX_PARTS)
+        events.append(parse_part(self.buffer[2:end]))
+        # Keep the last line break: the delimiter of a part without a body starts with it.
+        self.buffer = self.buffer[end + 2 :]
+        self.discarding, self.after_head, self.step = False, True, self.in_body
+        return True
+
+
+def parse_part(head):
+    try:
+        lines = head.decode("utf-8").split("\r\n")
+    except UnicodeDecodeError:
+        raise bad_request("A part's headers are not UTF-8: %r" % head[:200]) from None
+    fields = Headers(line.partition(":")[::2] for line in lines)
+    kind, parameters = header_parameters((fields.get("content-disposition") or "").strip())
+    if kind != "form-data" or not parameters.get("name"):
+        raise bad_request("A part needs Content-Disposition: form-data with a name, not %r" % head[:200].decode(errors="replace"))
+    return Part(parameters["name"], parameters.get("filename"))
+
+
+@dataclasses.dataclass
+class InputSpec:
+    """One input of a cell: its name, its format, and where its bytes are to be found."""
+
+    name: str
+    content_type: str
+    file: str  # the recorded file name, or <name><extension>
+    uri: str = None  # pull model
+    injected: dict = dataclasses.field(default_factory=dict)  # name -> InputSpec
+
+
+@dataclasses.dataclass
+class Cell:
+    """What a request asks to be run, whichever envelope it came in."""
+
+    source: str
+    language: str = "python"
+    build_id: str = None
+    timeout: float = 30.0  # seconds
+    env: dict = dataclasses.field(default_factory=dict)
+    inputs: list = dataclasses.field(default_factory=list)
+    mounts: list = dataclasses.field(default_factory=list)
+    tables: dict = dataclasses.field(default_factory=dict)
+    mutation_defines: list = dataclasses.field(default_factory=list)
+    environment: dict = None
+
+
+def parse_json_object(data, what):
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as problem:
+        raise bad_request("%s is not JSON: %s" % (what, problem)) from None
+    return expect(dict, value, what)
+
+
+KINDS = {dict: "an object", list: "a list", str: "a string"}
+
+
+def expect(kind, value, what):
+    if not isinstance(value, kind):
+        raise bad_request("%s must be %s, not %s" % (what, KINDS[kind], json.dumps(value)[:100]))
+    return value
+
+
+def optional(kind, mapping, key, what=None):
+    """``mapping[key]`` checked to be of this kind; an empty one where it is absent or null."""
+    value = mapping.get(key)
+    return kind() if value is None else expect(kind, value, what or key)
+
+
+def parse_execute(metadata):
+    """The envelope of ``POST /v1/execute`` (page: "push model")."""
+    check_version("protocol_version", metadata.get("protocol_version"), PROTOCOL)
+    transform = optional(dict, metadata, "transform")
+    check_version("transform.ref", transform.get("ref"), TRANSFORM_REF)
+    cell = parse_cell(optional(dict, transform, "params", "transform.params"), metadata.get("build_id"))
+    cell.inputs = [parse_descriptor(entry) for entry in optional(list, metadata, "inputs")]
+    return unambiguous(cell)
+
+
+def parse_notebook_execute(metadata):
+    """The flatter envelope of ``POST /v1/notebook-execute``."""
+    check_version("protocol_version", metadata.get("protocol_version"), NOTEBOOK_PROTOCOL)
+    cell = parse_cell(metadata, metadata.get("build_id"))
+    cell.inputs = [
+        parse_input(name, expect(dict, spec, "input %r" % name))
+        for name, spec in optional(dict, metadata, "inputs").items()
+    ]
+    return cell
+
+
+@dataclasses.dataclass
+class Manifest:
+    """A pull manifest: a cell, where its inputs are and where its bundle goes."""
+
+    cell: Cell
+    urls: dict  # artifact URI -> signed URL
+    output_url: str
+    finalize_url: str
+    max_bytes: int = None
+    put: bool = False  # a raw PUT, as Azure takes it
+    fields: dict = None  # of a presigned form
+    headers: dict = dataclasses.field(default_factory=dict)
+    log_url: str = None
+    trace: dict = dataclasses.field(default_factory=dict)
+
+    def all_urls(self):
+        """Every URL that the worker would go to, with what it is called in an error."""
+        yield from (("the URL of input %s" % uri, url) for uri, url in self.urls.items())
+        yield "output.url", self.output_url
+        yield "finalize_url", self.finalize_url
+        if self.log_url:
+            yield "log_url", self.log_url
+
+
+def parse_manifest(manifest):
+    """The body of ``POST /v1/execute-manifest`` (page: "pull model")."""
+    metadata = optional(dict, manifest, "metadata")
+    check_version("executor_ref", metadata.get("executor_ref"), TRANSFORM_REF)
+    params = optional(dict, metadata, "params", "metadata.params")
+    cell = parse_cell(params, manifest.get("build_id") or metadata.get("build_id"))
+    urls = dict(parse_signed(entry) for entry in optional(list, manifest, "inputs"))
+    cell.inputs = [
+        parse_pulled(name, expect(dict, spec, "input %r" % name), urls)
+        for name, spec in optional(dict, params, "input_specs").items()
+    ]
+    output = optional(dict, manifest, "output")
+    max_bytes = output.get("max_bytes")
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
+        raise bad_request("output.max_bytes must be a whole number, not %s" % json.dumps(max_bytes)[:100])
+    return Manifest(
+        cell=cell,
+        urls=urls,
+        output_url=expect(str, output.get("url"), "output.url"),
+        finalize_url=expect(str, manifest.get("finalize_url"), "finalize_url"),
+        max_bytes=max_bytes,
+        put=output.get("method") == "PUT",
+        fields=None if output.get("fields") is None else expect(dict, output["fields"], "output.fields"),
+        headers=parse_upload_headers(optional(dict, output, "headers", "output.headers")),
+        log_url=optional(str, manifest, "log_url") or None,
+        trace={name: metadata[name] for name in TRACE_FIELDS if isinstance(metadata.get(name), str)},
+    )
+
+
+def parse_signed(entry):
+    """An entry of a manifest's ``inputs``: its URI and the URL to get it from."""
+    artifact = expect(str, expect(dict, entry, "an entry of inputs").get("artifact_id"), "artifact_id")
+    version = entry.get("version")
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise bad_request("The version of input %r must be a whole number" % artifact)
+    return "strata://artifact/%s@v=%d" % (artifact, version), expect(str, entry.get("url"), "the url of input %r" % artifact)
+
+
+def parse_pulled(name, spec, urls):
+    """An entry of ``input_specs``; the worker names its file, but for a ``file/path``."""
+    spec = {"content_type": "arrow/ipc", **spec}
+    parsed = parse_input(name, spec)
+    for needed in (parsed, *parsed.injected.values()):
+        if needed.uri not in urls:
+            raise bad_request("input %r: the manifest has no signed URL for %s" % (needed.name, json.dumps(needed.uri)[:300]))
+    return parsed
+
+
+def parse_upload_headers(headers):
+    for name, value in headers.items():
+        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or not re.fullmatch(r"[\x20-\x7e]*", expect(str, value, name)):
+            raise bad_request("output.headers: %r is not a header" % name)
+    return headers
+
+
+def check_version(what, value, expected):
+    if value != expected:
+        raise bad_request("Unsupported %s %s: this worker speaks %r" % (what, json.dumps(value)[:100], expected))
+
+
+def parse_cell(params, build_id):
+    if build_id is not None:
+        expect(str, build_id, "build_id")
+    language = params.get("language", "python")
+    if language not in LANGUAGES:
+        raise run_failed("unsupported cell language %s: this worker runs %s" % (json.dumps(language)[:100], ", ".join(LANGUAGES)), 400)
+    return Cell(
+        source=expect(str, params.get("source"), "source"),
+        language=language,
+        build_id=build_id or None,
+        timeout=parse_timeout(params.get("timeout_seconds")),
+        env=parse_env(optional(dict, params, "env")),
+        mounts=[parse_mount(entry) for entry in optional(list, params, "mounts")],
+        tables=optional(dict, params, "tables"),
+        mutation_defines=[expect(str, name, "mutation_defines") for name in optional(list, params, "mutation_defines")],
+        environment=None if params.get("environment") is None else expect(dict, params["environment"], "environment"),
+    )
+
+
+def parse_timeout(value):
+    if value is None:
+        return 30.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise bad_request("timeout_seconds must be a positive number, not %s" % json.dumps(value)[:100])
+    return min(float(value), 1e9)
+
+
+def parse_env(env):
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name:
+            raise bad_request("env: %r is not the name of a variable" % name)
+        if "\0" in expect(str, value, "env %s" % name):
+            raise bad_request("env %s: the value holds a NUL" % name)
+    return env
+
+
+def parse_mount(entry):
+    name = expect(str, expect(dict, entry, "a mount").get("name"), "a mount's name")
+    uri = expect(str, entry.get("uri"), "mount %r: uri" % name)
+    if uri.lower().startswith("file:"):
+        raise bad_request("Mount %r is file:// (%s): a remote worker cannot reach the notebook's disk" % (name, uri))
+    raise bad_request("Mount %r (%s): this worker serves no mounts" % (name, uri))
+
+
+def parse_descriptor(entry):
+    """An entry of ``inputs`` in ``POST /v1/execute``: ``{"name", "format", "file", "injected"}``."""
+    entry = expect(dict, entry, "an entry of inputs")
+    name = expect(str, entry.get("name"), "an input's name")
+    return parse_input(name, dict(entry, content_type=entry.get("format")))
+
+
+def parse_input(name, spec):
+    what = "input %r" % name
+    content_type = expect(str, spec.get("content_type"), what + ": format")
+    recorded = optional(str, spec, "file", what + ": file") or name + EXTENSIONS.get(content_type, ".bin")
+    try:
+        if not name:
+            raise ValueError("an input needs a name")
+        file = last_component(recorded)
+    except ValueError as problem:
+        raise bad_request("%s: %s" % (what, problem)) from None
+    injected = {
+        inner: parse_input(inner, expect(dict, entry, "%s: injected %r" % (what, inner)))
+        for inner, entry in optional(dict, spec, "injected", what + ": injected").items()
+    }
+    return InputSpec(name, content_type, file, spec.get("uri"), injected)
+
+
+def unambiguous(cell):
+    twice = [name for name, count in collections.Counter(spec.name for spec in cell.inputs).items() if count > 1]
+    if twice:
+        raise bad_request("inputs names %r more than once" % twice[0])
+    return cell
+
+
+# ---------------------------------------------------------------------------------------
+# HTTP: sockets, one thread for each request under way, early refusals
+# ---------------------------------------------------------------------------------------
+#
+# A connection has a thread only while a request of its is being answered. Until a whole
+# head has arrived, and again after the answer, it waits in the lobby: one thread with a
+# selector, which also lets refused clients down gently. So five hundred idle or
+# dawdling clients cost no threads, and a thread is only ever spent on a real request.
+
+
+class Request:
+    """One request, the same whether it came over a socket or another way."""
+
+    def __init__(self, method, path, query="", headers=None, body=None):
+        self.method = method
+        self.path = path
+        self.query = query
+        self.headers = headers or Headers()
+        self.body = body  # an object whose read() gives the next piece, b"" at the end
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSlice:
+    """So many bytes of a file, as a piece of a body; sent without passing through Python."""
+
+    path: str
+    size: int
+
+    def open(self):
+        """The file, which must still be the regular file of that size that was promised."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.fdopen(fd, "rb", buffering=0)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != self.size:
+            file.close()
+            raise OSError(errno.ESTALE, "changed while it was being sent", self.path)
+        return file
+
+
+class Response:
+    """A status, headers and a body: a list of bytes and FileSlices whose length is known.
+
+    ``close`` is called once it has been sent, or could not be.
+    """
+
+    def __init__(self, status, body=(), headers=(), close=None):
+        self.status = status
+        self.body = list(body)
+        self.headers = list(headers)
+        self.close = close or (lambda: None)
+
+    @property
+    def length(self):
+        return sum(piece.size if isinstance(piece, FileSlice) else len(piece) for piece in self.body)
+
+
+def json_response(status, content, headers=()):
+    body = json.dumps(content).encode()
+    return Response(status, [body], [("Content-Type", "application/json"), *headers])
+
+
+def error_response(error):
+    return json_response(error.status, error.body(), error.headers)
+
+
+class Disconnected(Exception):
+    """The peer went away, or stopped moving for stall_seconds."""
+
+
+class Connection:
+    """A client's socket, what has arrived on it, and until when it may stay as it is."""
+
+    def __init__(self, sock, stall_seconds):
+        self.sock = sock
+        self.stall_seconds = stall_seconds
+        self.buffer = bytearray()
+        self.deadline = 0.0
+        self.lingering = False
+        self.drained = 0
+
+    def receive(self):
+        """The next piece of a body, b"" at the end of the stream; blocking."""
+        if self.buffer:
+            piece = bytes(self.buffer)
+            self.buffer.clear()
+            return piece
+        try:
+            return self.sock.recv(CHUNK)
+        except TimeoutError:
+            raise WorkerError(408, "The request's body stopped for %g seconds" % self.stall_seconds) from None
+        except OSError as problem:
+            raise Disconnected(str(problem)) from None
+
+    def send(self, data):
+        try:
+            self.sock.sendall(data)
+        except OSError as problem:
+            raise Disconnected(str(problem)) from None
+
+    def send_file(self, piece):
+        with piece.open() as file:
+            try:
+                self.sock.sendfile(file, 0, piece.size)
+            except OSError as problem:
+                raise Disconnected(str(problem)) from None
+
+    def interrupt(self):
+        """Make a receive() that waits in another thread see the end of the stream."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RD)
+
+    def close(self):
+        self.sock.close()
+
+
+class SizedBody:
+    """A body of known length: it goes past h11, straight from the socket."""
+
+    def __init__(self, connection, head):
+        self.connection = connection
+        self.remaining = head.length
+        self.expects_continue = head.expects_continue and head.length > 0
+
+    @property
+    def consumed(self):
+        return self.remaining == 0
+
+    @property
+    def negligible(self):
+        """Is what a handler left unread so little that reading it beats closing the connection?"""
+        return self.remaining <= NEGLIGIBLE and not self.expects_continue
+
+    def interrupt(self):
+        self.connection.interrupt()
+
+    def read(self):
+        if self.remaining == 0:
+            return b""
+        if self.expects_continue:
+            self.expects_continue = False
+            self.connection.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        piece = self.connection.receive()
+        if not piece:
+            raise Disconnected("the body ends %d bytes early" % self.remaining)
+        if len(piece) > self.remaining:  # the start of a pipelined request
+            self.connection.buffer[:0] = piece[self.remaining :]
+            piece = piece[: self.remaining]
+        self.remaining -= len(piece)
+        return piece
+
+
+class ChunkedBody:
+    """A chunked body, taken apart by h11."""
+
+    def __init__(self, connection, head):
+        self.connection = connection
+        self.protocol = head.protocol
+        self.expects_continue = head.expects_continue
+        self.consumed = False
+
+    @property
+    def negligible(self):
+        return self.consumed
+
+    def interrupt(self):
+        self.connection.interrupt()
+
+    def read(self):
+        while not self.consumed:
+            try:
+                event = self.protocol.next_event()
+            except h11.RemoteProtocolError as problem:
+                raise bad_request("Malformed chunked body: %s" % problem) from None
+            if isinstance(event, h11.Data):
+                if event.data:
+                    return bytes(event.data)
+            elif isinstance(event, h11.EndOfMessage):
+                self.consumed = True
+                self.connection.buffer[:0] = self.protocol.trailing_data[0]
+            else:
+                self.receive()
+        return b""
+
+    def receive(self):
+        if self.expects_continue:
+            self.expects_continue = False
+            self.connection.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        piece = self.connection.receive()
+        if not piece:
+            raise Disconnected("the chunked body ends early")
+        self.protocol.receive_data(piece)
+
+
+def send_response(connection, head, response, keep_alive):
+    """Write a response: the head and small pieces together, files by sendfile."""
+    headers = [("Date", http_date()), ("Content-Length", str(response.length)), *response.headers]
+    if not keep_alive:
+        headers.append(("Connection", "close"))
+    pending = bytearray(response_head(head.protocol, response.status, headers))
+    for piece in response.body if head.method != "HEAD" else ():
+        if isinstance(piece, FileSlice) and piece.size > CHUNK // 16:
+            connection.send(pending)
+            pending.clear()
+            connection.send_file(piece)
+        elif isinstance(piece, FileSlice):
+            with piece.open() as file:
+                pending += file.read(piece.size)
+        else:
+            pending += piece
+        if len(pending) > CHUNK:
+            connection.send(pending)
+            pending.clear()
+    connection.send(pending)
+
+
+def response_head(protocol, status, headers):
+    """h11 writes the head. One that could not read the request gets a fresh h11."""
+    if protocol is None or protocol.our_state is not h11.SEND_RESPONSE:
+        protocol = h11.Connection(h11.SERVER)
+    return protocol.send(h11.Response(status_code=status, headers=headers, reason=reason(status)))
+
+
+def reason(status):
+    try:
+        return http.HTTPStatus(status).phrase
+    except ValueError:
+        return ""
+
+
+def http_date():
+    return time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
+
+
+class Server:
+    """Listens, keeps the lobby, and answers each request in a thread of its own.
+
+    ``answer`` takes a Request and gives a Response; it is never called in the lobby.
+    """
+
+    def __init__(self, answer, listener, stall_seconds):
+        self.answer = answer
+        self.stall_seconds = stall_seconds
+        self.listener = listener
+        self.selector = selectors.DefaultSelector()
+        self.waker, self.woken = socket.socketpair()
+        self.woken.setblocking(False)
+        self.returned = collections.deque()  # connections whose request is answered
+        self.ready = collections.deque()  # (connection, head) that wait for a thread
+        self.waiting = set()  # connections in the selector
+        self.busy = 0  # requests with a thread; only the lobby adds, so it needs no lock
+        self.finished = collections.deque()
+        self.stopping = False
+        self.lobby = threading.Thread(target=self.run, name="strata-lobby", daemon=True)
+
+    @property
+    def address(self):
+        return self.listener.getsockname()[:2]
+
+    def start(self):
+        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+        self.selector.register(self.woken, selectors.EVENT_READ, self.wake_up)
+        self.lobby.start()
+
+    def stop_accepting(self):
+        """Close the listener and every connection without a request; answers go on."""
+        self.stopping = True
+        self.wake()
+
+    def stop(self):
+        """End the lobby; call once nothing is being answered any more."""
+        self.stop_accepting()
+        self.lobby.join(LINGER_SECONDS + 1)
+
+    def wake(self):
+        with contextlib.suppress(OSError):  # full, so it wakes anyway; or closed at the end
+            self.waker.send(b"\0")
+
+    def wake_up(self):
+        with contextlib.suppress(BlockingIOError):
+            self.woken.recv(4096)
+
+    # What follows runs in the lobby's thread.
+
+    def run(self):
+        while not (self.stopping and self.busy == 0 and not self.waiting):
+            for key, _ in self.selector.select(self.patience()):
+                try:
+                    key.data()
+                except Exception:
+                    log.exception("the lobby met a fault")
+            self.settle()
+            if self.stopping:
+                self.close_up()
+        for leftover in (self.selector, self.waker, self.woken):
+            leftover.close()
+
+    def patience(self):
+        if any(connection.lingering for connection in self.waiting):
+            return 0.005
+        return 0.05 if self.stopping else 1.0
+
+    def close_up(self):
+        if self.listener.fileno() >= 0:
+            self.selector.unregister(self.listener)
+            self.listener.close()
+        for connection in [c for c in self.waiting if not c.lingering]:
+            self.drop(connection)
+
+    def settle(self):
+        """Take back answered connections, hand out threads, enforce deadlines."""
+        while self.finished:
+            self.finished.popleft()
+            self.busy -= 1
+        while self.returned:
+            self.admit(self.returned.popleft())
+        self.dispatch()
+        now = time.monotonic()
+        for connection in list(self.waiting):
+            if connection.lingering and told(connection) or now > connection.deadline:
+                self.expire(connection)
+
+    def expire(self, connection):
+        if connection.buffer and not connection.lingering:
+            self.refuse(connection, WorkerError(408, "The request's head took more than %d seconds" % HEAD_SECONDS))
+        else:
+            self.drop(connection)
+
+    def accept(self):
+        try:
+            sock, _ = self.listener.accept()
+        except OSError as problem:
+            if problem.errno in (errno.EMFILE, errno.ENFILE):
+                self.evict()
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if len(self.waiting) + self.busy >= MAX_CONNECTIONS:
+            self.evict()
+        self.admit(Connection(sock, self.stall_seconds))
+
+    def evict(self):
+        """Make room: close the connection that has waited longest."""
+        if self.waiting:
+            self.drop(min(self.waiting, key=lambda connection: connection.deadline))
+        else:
+            time.sleep(0.01)  # no descriptor to be had: let a request end, do not spin
+
+    def admit(self, connection):
+        connection.sock.setblocking(False)
+        connection.deadline = time.monotonic() + (LINGER_SECONDS if connection.lingering else IDLE_SECONDS)
+        self.selector.register(connection.sock, selectors.EVENT_READ, functools.partial(self.readable, connection))
+        self.waiting.add(connection)
+        if connection.buffer and not connection.lingering:
+            self.look(connection)
+
+    def leave(self, connection):
+        self.waiting.discard(connection)
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(connection.sock)
+
+    def drop(self, connection):
+        self.leave(connection)
+        connection.close()
+
+    def readable(self, connection):
+        try:
+            data = connection.sock.recv(CHUNK // 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.drop(connection)
+        elif connection.lingering:
+            self.drain(connection, len(data))
+        else:
+            if not connection.buffer:
+                connection.deadline = time.monotonic() + HEAD_SECONDS
+            connection.buffer += data
+            self.look(connection)
+
+    def drain(self, connection, size):
+        connection.drained += size
+        if connection.drained >= LINGER_BYTES:
+            self.selector.unregister(connection.sock)  # read no more; told() closes it
+
+    def look(self, connection):
+        """Is a whole head there?"""
+        try:
+            head = take_head(connection.buffer)
+        except WorkerError as error:
+            self.refuse(connection, error)
+            return
+        if head is not None:
+            self.leave(connection)
+            self.ready.append((connection, head))
+
+    def refuse(self, connection, error):
+        """Answer what is no request. It is small, so it goes into the socket's buffer whole."""
+        response = error_response(error)
+        with contextlib.suppress(Disconnected):
+            send_response(connection, Head("GET", "", Headers(), 0, False, False), response, keep_alive=False)
+        self.leave(connection)
+        self.linger(connection)
+        self.admit(connection)
+
+    @staticmethod
+    def linger(connection):
+        connection.lingering = True
+        connection.buffer.clear()
+        with contextlib.suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_WR)
+
+    def dispatch(self):
+        """Give threads to the requests that wait; /health never waits behind the others."""
+        for connection, head in [self.ready.popleft() for _ in range(len(self.ready))]:
+            limit = MAX_REQUESTS + (HEALTH_RESERVE if head.path == "/health" else 0)
+            if self.busy >= limit or not self.spawn(connection, head):
+                self.ready.append((connection, head))
+
+    def spawn(self, connection, head):
+        thread = threading.Thread(target=self.serve, args=(connection, head), name="strata-request", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread to give
+            return False
+        self.busy += 1
+        return True
+
+    # What follows runs in the request's own thread.
+
+    def serve(self, connection, head):
+        try:
+            connection.sock.settimeout(self.stall_seconds)
+            if self.respond(connection, head):
+                self.returned.append(connection)
+            else:
+                connection.close()
+        except Exception:
+            log.exception("a request's thread met a fault")
+            connection.close()
+        finally:
+            self.finished.append(None)
+            self.wake()
+
+    def respond(self, connection, head):
+        """Answer one request; True if the connection goes back to the lobby."""
+        body = (ChunkedBody if head.length is None else SizedBody)(connection, head)
+        request = Request(head.method, head.path, head.query, head.headers, body)
+        try:
+            response = self.answer(request)
+        except Disconnected as gone:
+            log.debug("a client left: %s", gone)
+            return False
+        try:
+            keep_alive = head.keep_alive and body.negligible and not self.stopping
+            send_response(connection, head, response, keep_alive)
+            while keep_alive and body.read():
+                pass
+        except (Disconnected, OSError) as problem:
+            log.warning("%s %s: the answer was not read to its end: %s", head.method, head.path, problem)
+            return False
+        finally:
+            response.close()
+        if not keep_alive:
+            self.linger(connection)
+        return True
+
+
+def listen(host, port):
+    """A listening socket; OSError if the address is not to be had."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(512)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+SIOCOUTQ = 0x5411
+
+
+def told(connection):
+    """Has a refused client that keeps sending got our answer?
+
+    Closing a socket with unread data resets the connection, and a reset can overtake the
+    answer. Once the peer's system has acknowledged every byte the answer is in its hands,
+    and reading on would only pay for an upload that nobody wants.
+    """
+    if connection.drained < LINGER_BYTES or not sys.platform.startswith("linux"):
+        return False
+    import fcntl
+
+    unacknowledged = fcntl.ioctl(connection.sock, SIOCOUTQ, b"\0\0\0\0")
+    return int.from_bytes(unacknowledged, sys.byteorder) == 0
+
+
+# ---------------------------------------------------------------------------------------
+# Fetching: URLs from elsewhere, judged, pinned and followed no further
+# ---------------------------------------------------------------------------------------
+#
+# A manifest's URLs come from whoever wrote it, and are fetched from where this machine
+# stands: beside a metadata service, inside a private network. So each is judged when it
+# arrives and again, by the same rule, at the one look-up whose addresses are connected to;
+# a name cannot change its answer in between. No redirect is followed.
+
+
+CONNECT_SECONDS = 10
+RETRY_WAITS = (0.2, 0.4, 0.8, 1.6)  # seconds; then it is given up
+RESUMES = 5  # for each download that breaks off and makes progress in between
+LONGEST_WAIT = 30  # seconds of a Retry-After that are honoured
+WIDTH = 8  # downloads of a run at once; a browser makes six
+RETRIED = (429, 502, 503, 504)  # "not now"; every other answer is final
+
+# What ipaddress calls global in one version of Python or another, and is not.
+NOT_PUBLIC = [
+    ipaddress.ip_network(text)
+    for text in ("100.64.0.0/10", "192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2002::/16", "64:ff9b:1::/48", "3fff::/20")
+]
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+def is_public(address):
+    """May a fetch go to this ipaddress object (page: "SSRF defenses on signed URLs")?
+
+    An IPv6 address that only carries an IPv4 one is judged by that. The other embedding
+    forms (compatible, 6to4, Teredo) are no longer in use and never public.
+    """
+    if address.version == 6:
+        if getattr(address, "scope_id", None):
+            return False
+        if address.ipv4_mapped:
+            return is_public(address.ipv4_mapped)
+        if address in NAT64:
+            return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if address.is_site_local:
+            return False
+    if address.is_multicast or address.is_reserved or address.is_unspecified or address.is_loopback:
+        return False
+    return address.is_global and not address.is_link_local and not any(
+        address in network for network in NOT_PUBLIC if network.version == address.version
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A URL taken apart, after every check that needs no look-up."""
+
+    scheme: str
+    host: str
+    port: int
+
+
+def parse_url(url, what):
+    """The Target of a URL, or WorkerError 400. What parsers disagree about is refused."""
+
+    def refused(why):
+        return bad_request("%s is refused: %s" % (what, why))
+
+    if not isinstance(url, str) or not re.fullmatch(r"[\x21-\x5b\x5d-\x7e]+", url):
+        raise refused("a URL is printable ASCII without spaces or backslashes")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError as problem:
+        raise refused(problem) from None
+    if parts.scheme not in ("http", "https"):
+        raise refused("its scheme is %r, not http or https" % parts.scheme)
+    if "@" in parts.netloc:
+        raise refused("it holds a user name or password")
+    if port == 0 or parts.netloc.endswith(":"):
+        raise refused("its port is no port")
+    host = (parts.hostname or "").lower()
+    if not is_plain_host(host, bracketed=parts.netloc.startswith("[")):
+        raise refused("%r is not a plain host name or address" % host)
+    return Target(parts.scheme, host, port or {"http": 80, "https": 443}[parts.scheme])
+
+
+def is_plain_host(host, bracketed):
+    """A DNS name, a dotted IPv4 address, or IPv6 in brackets without a zone.
+
+    getaddrinfo also takes ``0x7f.1``, ``017700000001`` and ``127.1``: a name whose last
+    label is a number has to be a dotted quad (WHATWG URL, "ends in a number").
+    """
+    if bracketed:
+        return "%" not in host and is_address(host)
+    name = host[:-1] if host.endswith(".") else host
+    labels = name.split(".")
+    if not all(re.fullmatch(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", label) for label in labels):
+        return False
+    if re.fullmatch(r"[0-9]+|0x[0-9a-f]*", labels[-1]):
+        return is_address(host)
+    return len(name) <= 253
+
+
+def is_address(host):
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class Halt:
+    """Stops the transfers that share it: shuts their sockets and refuses their next step."""
+
+    def __init__(self):
+        self.event = threading.Event()
+        self.lock = threading.Lock()
+        self.sockets = weakref.WeakSet()
+
+    def __call__(self):
+        with self.lock:
+            self.event.set()
+            for sock in self.sockets:
+                with contextlib.suppress(OSError):  # not connected, or closed already
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def check(self):
+        if self.event.is_set():
+            raise Halted("the transfer was stopped")
+
+    def wait(self, seconds):
+        self.event.wait(seconds)
+        self.check()
+
+    def attach(self, sock):
+        with self.lock:
+            self.check()
+            self.sockets.add(sock)
+
+
+class Halted(Exception):
+    """A transfer ended because its run did."""
+
+
+class FetchError(Exception):
+    """A transfer that failed, in words that never show a URL's query: it is a signature.
+
+    ``unanswered``: the connection failed before an answer, so that trying again is right.
+    A peer that stalled had its time and is not tried again.
+    """
+
+    def __init__(self, reason, unanswered=False):
+        super().__init__(reason)
+        self.unanswered = unanswered
+
+
+class Unsafe(OSError):
+    """A host that may not be connected to."""
+
+
+class PinnedConnection(http.client.HTTPConnection):
+    """Connects only to addresses that the Fetcher judged, at the very look-up it judged."""
+
+    def __init__(self, host, *, fetcher, halt, **options):
+        super().__init__(host, **options)
+        self.fetcher, self.halt = fetcher, halt
+
+    def connect(self):
+        self.halt.check()
+        self.sock = connect_to(self.fetcher.addresses(self.host, self.port))
+        self.sock.settimeout(self.timeout)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.halt.attach(self.sock)
+        if self._tunnel_host:
+            self._tunnel()
+
+    def send(self, data):
+        """A peer that refuses a body closes while we send: what it answered is what matters."""
+        try:
+            super().send(data)
+        except (BrokenPipeError, ConnectionResetError):
+            if isinstance(data, (bytes, bytearray)):  # the head: nobody can have read that
+                raise
+
+
+class PinnedTLSConnection(PinnedConnection):
+    """The same under TLS, which verifies the certificate against the URL's host."""
+
+    default_port = 443
+
+    def connect(self):
+        super().connect()
+        self.sock = tls_context().wrap_socket(self.sock, server_hostname=self._tunnel_host or self.host)
+        self.halt.attach(self.sock)
+
+
+class PinnedHandler(urllib.request.AbstractHTTPHandler):
+    """urllib's way in to both."""
+
+    def __init__(self, fetcher, halt):
+        super().__init__()
+        self.options = {"fetcher": fetcher, "halt": halt}
+        self.http_request = self.https_request = self.do_request_
+
+    def http_open(self, request):
+        return self.do_open(PinnedConnection, request, **self.options)
+
+    def https_open(self, request):
+        return self.do_open(PinnedTLSConnection, request, **self.options)
+
+
+@functools.lru_cache(maxsize=None)
+def tls_context():
+    """certifi's roots, and those of SSL_CERT_FILE, for a server with a private authority."""
+    import certifi
+
+    context = ssl.create_default_context(cafile=certifi.where())
+    if os.environ.get("SSL_CERT_FILE"):
+        context.load_verify_locations(cafile=os.environ["SSL_CERT_FILE"])
+    return context
+
+
+def connect_to(addresses):
+    """A socket connected to the first address that takes it. OSError of the last that did not."""
+    for family, kind, protocol, _, address in addresses:
+        sock = socket.socket(family, kind, protocol)
+        sock.settimeout(CONNECT_SECONDS)
+        try:
+            sock.connect(address)
+            return sock
+        except OSError as failure:
+            sock.close()
+            problem = failure
+    raise ConnectionError("no connection to port %d: %s" % (address[1], problem))
+
+
+class Fetcher:
+    """Makes the worker's requests to other hosts, by the rules of one Settings."""
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def judge(self, url, what):
+        """Check a URL on arrival, its addresses included. WorkerError 400."""
+        target = parse_url(url, what)
+        try:
+            self.addresses(target.host, target.port)
+        except Unsafe as problem:
+            raise bad_request("%s is refused: %s" % (what, problem)) from None
+
+    def addresses(self, host, port):
+        """Where a connection may go: every address of the host, all of them judged. Unsafe."""
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            raise Unsafe("the host %r does not resolve" % host) from None
+        for *_, address in found if not self.is_exempt(host) else ():
+            if not is_public(ipaddress.ip_address(address[0])):
+                raise Unsafe(
+                    "%s is at %s, which is not a public address (STRATA_WORKER_ALLOWED_HOSTS "
+                    "names hosts that may be there)" % (host, address[0])
+                )
+        return found
+
+    def is_exempt(self, host):
+        if self.settings.allow_local_hosts:
+            return True
+        host = host.rstrip(".")
+        return any(
+            host.endswith(entry) if entry.startswith(".") else host == entry
+            for entry in (name.lower().rstrip(".") for name in self.settings.allowed_hosts)
+        )
+
+    @contextlib.contextmanager
+    def request(self, halt, method, url, headers=(), body=(), timeout=None):
+        """One request; gives its http.client.HTTPResponse, whatever its status.
+
+        ``body`` is a list of bytes and FileSlices. Raises FetchError before an answer.
+        """
+        headers = {"User-Agent": "strata-worker/" + __version__, "Accept-Encoding": "identity", **dict(headers)}
+        if method != "GET":
+            headers["Content-Length"] = str(body_size(body))
+        data = read_pieces(body, halt) if method != "GET" else None
+        request = urllib.request.Request(url, data, headers, method=method)
+        try:
+            response = self.opener(halt).open(request, timeout=timeout or self.settings.stall_seconds)
+        except (OSError, ValueError, http.client.HTTPException) as problem:
+            halt.check()  # then it was we who broke it off
+            raise fetch_error(problem) from None
+        with response:
+            yield response
+
+    def opener(self, halt):
+        """An opener that knows http and https, pinned, and nothing else: no redirect, no file."""
+        opener = urllib.request.OpenerDirector()
+        opener.add_handler(PinnedHandler(self, halt))
+        if self.settings.allow_local_hosts:
+            opener.add_handler(urllib.request.ProxyHandler())
+        return opener
+
+    def persist(self, halt, attempt):
+        """Call ``attempt`` until its Answer is no "not now" and no FetchError is ``unanswered``."""
+        for wait in (*RETRY_WAITS, None):
+            try:
+                answer = attempt()
+                if answer.status not in RETRIED or wait is None:
+                    return answer
+                wait = max(wait, retry_after(answer.headers))
+            except FetchError as problem:
+                if wait is None or not problem.unanswered:
+                    raise
+            halt.wait(wait)
+
+    def send(self, halt, method, url, headers, body):
+        """Send a body, with retries; the Answer."""
+
+        def attempt():
+            with self.request(halt, method, url, headers, body) as response:
+                return Answer(response.status, response.headers, read_answer(response, halt))
+
+        return self.persist(halt, attempt)
+
+    def download(self, halt, what, url, path, limit, count=lambda size: None):
+        """GET a URL into a new file, resuming where it breaks off; its Answer, saved if it is a 200.
+
+        WorkerError 413 past ``limit`` bytes, whether they were declared or not.
+        """
+        return Download(self, halt, what, url, path, limit, count).run()
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a peer answered: its status, headers and the first MiB of its body."""
+
+    status: int
+    headers: object
+    body: bytes = b""
+
+    def detail(self):
+        """Why it said no, when it is a Strata server that says so in JSON; never a store's XML,
+        which quotes signatures."""
+        try:
+            content = json.loads(self.body)
+            return ": %s" % str(content.get("detail") or content.get("error"))[:500]
+        except (ValueError, AttributeError, RecursionError):
+            return ""
+
+
+class Download:
+    """One input on its way to its file."""
+
+    def __init__(self, fetcher, halt, what, url, path, limit, count):
+        self.fetcher, self.halt, self.what, self.url = fetcher, halt, what, url
+        self.path, self.limit, self.count = path, limit, count
+        self.size = 0  # bytes that have arrived
+        self.etag = None
+        self.resumable = False
+
+    def run(self):
+        with open(self.path, "wb", buffering=0) as self.file:
+            for _ in range(RESUMES + 1):
+                before = self.size
+                answer = self.fetcher.persist(self.halt, self.attempt)
+                if answer is not BROKEN:
+                    return answer
+                if not self.resumable or self.size == before:
+                    break
+        raise FetchError("it broke off after %d bytes" % self.size)
+
+    def attempt(self):
+        headers = {}
+        if self.size:
+            headers = {"Range": "bytes=%d-" % self.size, **({"If-Range": self.etag} if self.etag else {})}
+        with self.fetcher.request(self.halt, "GET", self.url, headers) as response:
+            if response.status == 206 and self.size and self.continues(response):
+                return self.save(response)
+            if response.status == 200:
+                self.start_over(response)
+                return self.save(response)
+            return Answer(response.status, response.headers)
+
+    def continues(self, response):
+        return (response.headers.get("Content-Range") or "").startswith("bytes %d-" % self.size)
+
+    def start_over(self, response):
+        self.file.seek(0)
+        self.file.truncate()
+        self.size = 0
+        etag = response.headers.get("ETag") or ""
+        self.etag = etag if etag.startswith('"') else None  # a weak one is no proof of the same bytes
+        self.resumable = response.headers.get("Accept-Ranges", "").lower() == "bytes"
+
+    def save(self, response):
+        """Write the body; an Answer 200 when it is whole, BROKEN when it ends early."""
+        declared = response.length
+        if declared is not None:
+            self.check_limit(self.size + declared)
+        end = None if declared is None else self.size + declared
+        try:
+            self.copy(response)
+        except TimeoutError as problem:
+            raise fetch_error(problem) from None
+        except (ConnectionError, http.client.HTTPException, ssl.SSLError):
+            self.halt.check()
+            return BROKEN
+        return Answer(200, response.headers) if end is None or self.size == end else BROKEN
+
+    def copy(self, response):
+        buffer = memoryview(bytearray(CHUNK))
+        while True:
+            size = response.readinto(buffer)
+            if not size:
+                return
+            self.halt.check()
+            self.size += size
+            self.check_limit(self.size)
+            write_all(self.file, buffer[:size])
+            self.count(size)
+
+    def check_limit(self, size):
+        if size > self.limit:
+            raise WorkerError(413, "%s is larger than STRATA_WORKER_MAX_INPUT_BYTES (%d bytes)" % (self.what, self.limit))
+
+
+BROKEN = Answer(0, {})
+
+
+def write_all(file, view):
+    """A raw file writes what it can; a full disk may take a part before it says no."""
+    while view:
+        view = view[file.write(view) :]
+
+
+def body_size(body):
+    return sum(piece.size if isinstance(piece, FileSlice) else len(piece) for piece in body)
+
+
+def read_pieces(body, halt):
+    for piece in body:
+        if not isinstance(piece, FileSlice):
+            yield piece
+            continue
+        with piece.open() as file:
+            for data in iter(functools.partial(file.read, CHUNK), b""):
+                halt.check()
+                yield data
+
+
+def read_answer(response, halt):
+    try:
+        return response.read(CHUNK)
+    except (OSError, http.client.HTTPException) as problem:
+        halt.check()
+        raise fetch_error(problem) from None
+
+
+def fetch_error(problem):
+    reason = getattr(problem, "reason", problem)  # urllib wraps what happened in a URLError
+    if isinstance(reason, TimeoutError):
+        return FetchError("the peer stopped moving")
+    final = isinstance(reason, (Unsafe, ssl.SSLError, ValueError)) or not isinstance(reason, (OSError, http.client.HTTPException))
+    return FetchError(str(reason) or type(reason).__name__, unanswered=not final)
+
+
+def retry_after(headers):
+    text = headers.get("Retry-After") or ""
+    return min(float(text), LONGEST_WAIT) if text.isdigit() else 0.0
+
+
+def in_parallel(run, jobs, width=WIDTH):
+    """Call each of ``jobs`` with a Halt they share, some at once; returns when all are done.
+
+    The first fault stops the rest and is raised, and so does a cancel, at once: threads
+    that hang in a look-up are left to find out by themselves.
+    """
+    halt, outcomes, waiting = Halt(), queue.SimpleQueue(), queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+
+    def work():
+        with contextlib.suppress(queue.Empty):
+            while not halt.event.is_set():
+                outcomes.put(outcome_of_call(waiting.get_nowait(), halt))
+
+    try:
+        with run.interruptible(lambda: outcomes.put(Halted())):
+            for _ in range(min(width, len(jobs))):
+                threading.Thread(target=work, name="strata-transfer", daemon=True).start()
+            for _ in jobs:
+                problem = outcomes.get()
+                if isinstance(problem, Halted):
+                    raise run.cancellation()
+                if problem is not None:
+                    raise problem
+    finally:
+        halt()
+
+
+def outcome_of_call(job, halt):
+    try:
+        job(halt)
+    except BaseException as problem:
+        return problem
+    return None
+
+
+class Pacer:
+    """Spaces requests out, over all runs: a Strata server allows 100 a second and answers
+    429 to the rest, uploads included."""
+
+    def __init__(self, per_second):
+        self.interval = 1 / per_second
+        self.next = 0.0
+        self.lock = threading.Lock()
+
+    def wait(self, halt):
+        with self.lock:
+            self.next = turn = max(time.monotonic(), self.next + self.interval)
+        halt.wait(max(0.0, turn - time.monotonic()))
+
+
+LOG_PACER = Pacer(per_second=40)
+LOG_SECONDS = 5  # for one post
+POLL_SECONDS = 0.05
+
+
+class LiveConsole:
+    """Posts a running cell's console to its ``log_url`` (page: "Worker behavior", 2).
+
+    It runs beside the cell and is never waited for. A chunk that is not taken is posted
+    again with the same ``seq``, and what the cell prints meanwhile joins the next one: the
+    notebook shows nothing after a gap, so there is none.
+    """
+
+    def __init__(self, fetcher, url, fds):
+        self.fetcher, self.url = fetcher, url
+        self.halt = Halt()
+        self.over = threading.Event()
+        self.posting_since = None
+        self.streams = [LiveStream(name, os.dup(fd)) for name, fd in fds.items()]
+        self.thread = threading.Thread(target=self.run, name="strata-live-console", daemon=True)
+        self.thread.start()
+
+    def run(self):
+        with contextlib.suppress(Halted), contextlib.ExitStack() as stack:
+            for stream in self.streams:
+                stack.callback(os.close, stream.fd)
+            while True:
+                last = self.over.is_set()  # asked before reading: then nothing comes after
+                moved = [self.move(stream, last) for stream in self.streams]
+                if last and not any(moved):
+                    return
+                self.over.wait(0 if last else POLL_SECONDS)
+
+    def move(self, stream, last):
+        """Post what is new; False when nothing is."""
+        if not stream.pending() and not last:
+            return False
+        LOG_PACER.wait(self.halt)
+        chunk = stream.take(last)
+        if chunk:
+            self.post(stream, chunk)
+        return bool(chunk)
+
+    def post(self, stream, chunk):
+        url = "%s%sstream=%s&seq=%d" % (self.url, "&" if "?" in self.url else "?", stream.name, stream.seq)
+        self.posting_since = time.monotonic()
+        wait = POLL_SECONDS
+        while not self.taken(url, chunk):
+            self.halt.wait(wait)
+            wait = min(2 * wait, LOG_SECONDS)
+        self.posting_since = None
+        stream.seq += 1
+
+    def taken(self, url, chunk):
+        try:
+            headers = {"Content-Type": "text/plain; charset=utf-8"}
+            with self.fetcher.request(self.halt, "POST", url, headers, [chunk], timeout=LOG_SECONDS) as response:
+                if 400 <= response.status < 500 and response.status not in (408, 429):
+                    raise Halted("the log route answers %d" % response.status)  # it always will
+                self.halt.wait(retry_after(response.headers))
+                return response.status < 300
+        except FetchError as problem:
+            log.debug("live console: %s", problem)
+            return False
+
+    def end(self):
+        """The cell is over: post the rest, soon."""
+        self.over.set()
+
+    def close(self):
+        """Stop. A log server that answers gets a moment for the last chunk; another gets none."""
+        self.over.set()
+        since = self.posting_since
+        if since is None or time.monotonic() - since < 0.1:
+            self.thread.join(0.1)
+        self.halt()
+
+
+class LiveStream:
+    """One stream of a live console: where it is read up to, and its next ``seq``."""
+
+    SIZE = 256 * 1024
+
+    def __init__(self, name, fd):
+        self.name, self.fd = name, fd
+        self.position = self.seq = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def pending(self):
+        return os.fstat(self.fd).st_size > self.position
+
+    def take(self, last):
+        """The next chunk as UTF-8, whole characters only."""
+        data = os.pread(self.fd, self.SIZE, self.position)
+        self.position += len(data)
+        return self.decoder.decode(data, final=last and not data).encode()
+
+
+# ---------------------------------------------------------------------------------------
+# Processes: fork servers, the cells they start, and the console of a cell
+# ---------------------------------------------------------------------------------------
+#
+# This process has threads and holds secrets, so it never forks a cell. Fork servers do
+# (the last section of harness.py): small single-threaded processes that are asked over a
+# socket, fork or execute, reap, and end everything a cell leaves behind. Each cell has a
+# lifeline, a socket of its own: the server reports on it, and the worker closing it is
+# the order to kill. When the worker dies, however it dies, every lifeline closes.
+
+
+def sibling(name):
+    """The path of ``harness.py`` or ``harness.R``, beside this file; an install renames them."""
+    here = Path(__file__).resolve().parent
+    for candidate in (here / name, here / ("strata_worker_" + name)):
+        if candidate.is_file():
+            return str(candidate)
+    raise FileNotFoundError("strata-worker needs %s beside %s" % (name, Path(__file__).name))
+
+
+LAUNCH_SECONDS = 5  # for a fork server to say that it has forked; it takes milliseconds
+KILL_SECONDS = 5  # for a fork server to end a cell's processes; it takes milliseconds
+
+
+class ForkServerLost(Exception):
+    """The fork server died, or does not answer; the cell has not started."""
+
+
+@dataclasses.dataclass
+class Launch:
+    """A process to be started. ``argv`` None: a fork of the server runs the manifest."""
+
+    argv: list
+    manifest: str
+    cwd: str
+    env: dict
+    console: list  # the file descriptors of stdout and stderr
+
+    def message(self):
+        fields = {"argv": self.argv, "manifest": self.manifest, "cwd": self.cwd, "env": self.env}
+        body = json.dumps(fields).encode()
+        return len(body).to_bytes(4, "big") + body
+
+
+class CellProcess:
+    """A cell's process, seen through its lifeline."""
+
+    def __init__(self, lifeline):
+        self.lifeline = lifeline
+        self.buffer = b""
+        self.killing = False
+        report = self.report(LAUNCH_SECONDS)
+        if report is None or "pid" not in report:
+            lifeline.close()
+            raise ForkServerLost((report or {}).get("error", "no answer"))
+        self.pid = report["pid"]
+
+    def report(self, timeout):
+        """The next report as a dict, ``{}`` when the server is gone, None when time is up."""
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self.buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self.lifeline.settimeout(min(left, 3600))  # a socket's timeout has a limit
+            try:
+                data = self.lifeline.recv(4096)
+            except TimeoutError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                return {}
+            self.buffer += data
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        return json.loads(line)
+
+    def wait(self, timeout):
+        """The exit code (negative: a signal), once all of its processes are gone; None when time is up."""
+        report = self.report(timeout)
+        if report is None:
+            return None
+        return report["exit"] if "exit" in report else self.outlive(timeout)
+
+    def outlive(self, timeout):
+        """The fork server died but its cell goes on: wait for that, so that no run is lost."""
+        deadline = time.monotonic() + timeout
+        while is_running(self.pid):
+            if self.killing or time.monotonic() > deadline:
+                subprocess.run([sys.executable, sibling("harness.py"), "--kill-tree", str(self.pid)], check=False)
+                return None
+            time.sleep(0.05)
+        return 0
+
+    def kill(self):
+        """End the cell and everything it started. Any thread may call it, at any time."""
+        self.killing = True
+        with contextlib.suppress(OSError):  # it is over already
+            self.lifeline.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        """Kill what is left and wait until it is gone."""
+        if self.lifeline.fileno() >= 0:
+            self.kill()
+            if self.wait(KILL_SECONDS) is None:
+                log.error("the processes of pid %d could not be ended", self.pid)
+            self.lifeline.close()
+
+
+def is_running(pid):
+    try:
+        with open("/proc/%d/stat" % pid, "rb") as stat_file:
+            return stat_file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except FileNotFoundError:
+        return sys.platform == "darwin" and answers_signals(pid)
+
+
+def answers_signals(pid):
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+class ForkServer:
+    """A ``harness.py --fork-server`` and the socket it is asked on.
+
+    ``python`` is the interpreter, ``preload`` the modules it imports for all its cells.
+    """
+
+    def __init__(self, python, preload, env):
+        self.control, theirs = socket.socketpair()
+        self.lock = threading.Lock()
+        self.ready = threading.Event()  # set for good once it has imported everything, or died
+        with theirs:
+            self.process = subprocess.Popen(
+                [python, sibling("harness.py"), "--fork-server", str(theirs.fileno()), "--preload", ",".join(preload)],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, cwd="/",
+                pass_fds=[theirs.fileno()], start_new_session=True,
+            )
+        threading.Thread(target=self.greet, name="strata-fork-server", daemon=True).start()
+
+    def greet(self):
+        with contextlib.suppress(OSError, ValueError):
+            with self.control.makefile("rb") as lines:
+                greeting = json.loads(lines.readline())
+            log.debug("fork server %d: %s", self.process.pid, greeting)
+        self.ready.set()
+
+    @property
+    def alive(self):
+        return self.process.poll() is None
+
+    def launch(self, launch):
+        """Start a cell; ForkServerLost when that is not to be had here."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                with self.lock:
+                    message = launch.message()
+                    sent = socket.send_fds(self.control, [message], [*launch.console, theirs.fileno()])
+                    self.control.sendall(message[sent:])
+            except OSError as problem:
+                ours.close()
+                raise ForkServerLost(str(problem)) from None
+        return CellProcess(ours)
+
+    def stop(self):
+        """Close its socket, which ends it and all its cells."""
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)
+        self.control.close()
+        try:
+            self.process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+# Variables that a module or the interpreter reads once, when it starts. A process that
+# has imported already cannot honour them, so such a cell gets one that has not.
+READ_AT_IMPORT = re.compile(
+    r"(?:OMP|OPENBLAS|GOTO|MKL|KMP|BLIS|VECLIB|NUMEXPR|NPY|ARROW|MIMALLOC|MALLOC|LD|DYLD|GLIBC)_[A-Z0-9_]+"
+    r"|PYTHON[A-Z0-9]+"
+)
+
+
+class Launcher:
+    """Where cells come from: a bare fork server for cold starts, a preloaded one for warm."""
+
+    def __init__(self, settings, env):
+        self.env = env
+        self.lock = threading.Lock()
+        self.forking = settings.preload != ("off",) and sys.platform != "darwin"
+        self.preload = settings.preload if self.forking else ()
+        self.servers = {}  # preload -> ForkServer
+        self.server(())
+        self.server(self.preload)
+
+    def server(self, preload):
+        """The running fork server with this preload, started anew if the last one died."""
+        with self.lock:
+            server = self.servers.get(preload)
+            if server is None or not server.alive:
+                if server is not None:
+                    log.warning("fork server %d ended with %s; starting another", server.process.pid, server.process.returncode)
+                    server.stop()
+                server = self.servers[preload] = ForkServer(sys.executable, preload, self.env)
+            return server
+
+    def python(self, launch, source):
+        """Start a Python cell: forked from imported modules where that can be, else cold."""
+        cold = [sys.executable, sibling("harness.py"), launch.manifest]
+        if not self.forking or self.needs_fresh_process(launch.env, source):
+            return self.exec(dataclasses.replace(launch, argv=cold))
+        server = self.server(self.preload)
+        if server.ready.is_set():
+            try:
+                return server.launch(launch)
+            except ForkServerLost as problem:
+                log.warning("fork server %d is lost (%s): the cell starts cold", server.process.pid, problem)
+                server.process.kill()
+        return self.exec(dataclasses.replace(launch, argv=cold))
+
+    def exec(self, launch):
+        """Start ``launch.argv`` in a process of its own."""
+        for _ in range(2):
+            server = self.server(())
+            try:
+                return server.launch(launch)
+            except ForkServerLost as problem:
+                log.warning("fork server %d is lost: %s", server.process.pid, problem)
+                server.process.kill()
+                reason = problem
+        raise run_failed("the worker could not start a process for the cell: %s" % reason)
+
+    def needs_fresh_process(self, env, source):
+        changed = (name for name, value in env.items() if self.env.get(name) != value)
+        return any(map(READ_AT_IMPORT.fullmatch, changed)) or READ_AT_IMPORT.search(source) is not None
+
+    def stop(self):
+        with self.lock:
+            for server in self.servers.values():
+                server.stop()
+
+
+class Console:
+    """A cell's stdout and stderr: files, so that nobody who holds them open can hang a run.
+
+    The worker keeps them open too, so that a cell which deletes its folder keeps its console.
+    """
+
+    STREAMS = ("stdout", "stderr")
+
+    def __init__(self, folder):
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self.paths = {stream: str(folder / stream) for stream in self.STREAMS}
+        self.fds = {stream: os.open(path, flags, 0o600) for stream, path in self.paths.items()}
+
+    def close(self):
+        while self.fds:
+            os.close(self.fds.popitem()[1])
+
+    def text(self, stream):
+        """A FileSlice of valid UTF-8: the file as it is, or a copy with U+FFFD for what is not."""
+        path, fd = self.paths[stream], self.fds[stream]
+        if not is_at(path, fd) or not is_utf8(fd):
+            path += ".txt"
+            copy_text(fd, path)
+        return FileSlice(path, os.stat(path).st_size)
+
+    def tail(self, stream, size=2000):
+        """The last characters written, for an error message."""
+        fd = self.fds[stream]
+        start = max(0, os.fstat(fd).st_size - size)
+        return os.pread(fd, size, start).decode("utf-8", "replace").strip()
+
+
+def is_at(path, fd):
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def pieces(fd):
+    """A file's content from its start, whatever its descriptor's position."""
+    position = 0
+    while True:
+        piece = os.pread(fd, CHUNK, position)
+        if not piece:
+            return
+        position += len(piece)
+        yield piece
+
+
+def is_utf8(fd):
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for piece in pieces(fd):
+            decoder.decode(piece)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def copy_text(fd, path):
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with open(path, "x", encoding="utf-8", newline="") as copy:
+        for piece in pieces(fd):
+            copy.write(decoder.decode(piece))
+        copy.write(decoder.decode(b"", final=True))
+
+
+# ---------------------------------------------------------------------------------------
+# Machine: what this machine has, probed once
+# ---------------------------------------------------------------------------------------
+
+
+class Machine:
+    """What /health says of the machine. Slow questions are asked once, in the background."""
+
+    def __init__(self):
+        self.rscript = shutil.which("Rscript")
+        self.hardware = {"cpus": usable_cpus(), **memory()}
+        threading.Thread(target=self.probe, name="strata-probe", daemon=True).start()
+
+    def probe(self):
+        self.hardware = {**self.hardware, **gpus(shutil.which("nvidia-smi"))}
+
+    @property
+    def languages(self):
+        return ["python", "r"] if self.rscript else ["python"]
+
+
+def usable_cpus():
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory():
+    try:
+        return {"memory_mb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20}
+    except (OSError, ValueError):
+        return {}
+
+
+def gpus(nvidia_smi):
+    """``accelerators`` and ``cuda`` as nvidia-smi reports them; what it cannot say is left out."""
+    if nvidia_smi is None:
+        return {}
+    found = {}
+    table = output_of([nvidia_smi, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"])
+    rows = [[cell.strip() for cell in line.split(",")] for line in (table or "").splitlines() if line.strip()]
+    if table is not None and all(len(row) == 3 and row[1].isdigit() for row in rows):
+        found["accelerators"] = [{"name": row[0], "memory_mb": int(row[1]), "driver": row[2]} for row in rows]
+    version = re.search(r"CUDA Version:\s*([\d.]+)", output_of([nvidia_smi]) or "")
+    if version:
+        found["cuda"] = version.group(1)
+    return found
+
+
+def output_of(command, timeout=30):
+    """A program's stdout, or None when it could not be run to a good end."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=True)
+    except (OSError, subprocess.SubprocessError) as problem:
+        log.warning("%s: %s", command[0], problem)
+        return None
+    return done.stdout.decode(errors="replace")
+
+
+# ---------------------------------------------------------------------------------------
+# Bundle: a run's folder as a tar, streamed
+# ---------------------------------------------------------------------------------------
+
+
+class Bundle:
+    """An uncompressed tar (page: "Output bundle"): headers in memory, bodies from their files."""
+
+    def __init__(self):
+        self.pieces = []
+
+    def add(self, name, content):
+        """Add a member; ``content`` is bytes or a FileSlice."""
+        info = tarfile.TarInfo(name)
+        info.size = content.size if isinstance(content, FileSlice) else len(content)
+        info.mode = 0o644
+        self.pieces += [info.tobuf(tarfile.PAX_FORMAT), content, b"\0" * (-info.size % tarfile.BLOCKSIZE)]
+
+    def end(self):
+        self.pieces.append(b"\0" * 2 * tarfile.BLOCKSIZE)
+
+    @property
+    def size(self):
+        return body_size(self.pieces)
+
+    def response(self):
+        return Response(200, self.pieces, [("Content-Type", "application/x-tar"), *PROTOCOL_HEADERS])
+
+
+def read_result(path):
+    """The harness's ``result.json``, checked: the cell's code could have written it.
+
+    None when there is none. Raises ValueError when it is not a result.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(MAX_RESULT + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    if len(data) > MAX_RESULT:
+        raise ValueError("it is larger than %d bytes" % MAX_RESULT)
+    try:
+        result = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    check_result(result)
+    return result
+
+
+def check_result(result):
+    shape = {"success": bool, "variables": dict, "displays": list, "mutation_warnings": list}
+    if not isinstance(result, dict):
+        raise ValueError("it is not an object")
+    for key, kind in shape.items():
+        if not isinstance(result.get(key), kind):
+            raise ValueError("its %r is missing or of the wrong type" % key)
+    entries = [*result["variables"].values(), *result["displays"]]
+    if not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError("a variable or display is not an object")
+
+
+def bundle_of(result, outputs, console, extra):
+    """The bundle of a finished cell: its manifest, its console and its files.
+
+    ``outputs`` is the folder of the result's files, ``extra`` what the manifest says beside them.
+    """
+    files = OutputFiles(outputs)
+    manifest = {
+        "schema_version": BUNDLE_FORMAT,
+        "success": result["success"],
+        "variables": {name: files.entry(entry) for name, entry in result["variables"].items()},
+        "displays": [files.entry(entry) for entry in result["displays"]],
+        "stdout_file": "stdout.txt",
+        "stderr_file": "stderr.txt",
+        "mutation_warnings": result["mutation_warnings"],
+        "error": result.get("error"),
+        "traceback": result.get("traceback"),
+        "build_env": result.get("build_env"),
+        **extra,
+    }
+    bundle = Bundle()
+    bundle.add("manifest.json", json.dumps(manifest).encode())
+    for stream in Console.STREAMS:
+        bundle.add(stream + ".txt", console.text(stream))
+    for name, content in files.found.items():
+        bundle.add("files/" + name, content)
+    bundle.end()
+    return bundle
+
+
+class OutputFiles:
+    """The files a result names, each a regular file in the outputs folder and nothing else."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.found = {}  # file name -> FileSlice
+
+    def entry(self, entry):
+        """A variable's entry as the bundle lists it; an ``error`` where its file cannot be sent."""
+        name = entry.get("file")
+        if name is None:
+            return entry
+        try:
+            if name not in self.found:
+                self.found[name] = self.slice(name)
+        except (OSError, ValueError, TypeError) as problem:
+            return {"error": "its file %r cannot be sent: %s" % (name, problem), "type": str(entry.get("type", "unknown"))}
+        return {**entry, "file": "files/" + name}
+
+    def slice(self, name):
+        if last_component(name) != name:
+            raise ValueError("not a plain file name")
+        path = os.path.join(self.folder, name)
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a regular file")
+        return FileSlice(path, status.st_size)
+
+
+# ---------------------------------------------------------------------------------------
+# Execution: slots, and a run's life from admission to answer
+# ---------------------------------------------------------------------------------------
+
+
+class RunRoot:
+    """The folder that holds the folders of this worker's runs.
+
+    It is locked while the worker lives, so that the next one to start can tell, and sweep,
+    what a worker left that was killed.
+    """
+
+    PREFIX = "strata-worker-"
+
+    def __init__(self, parent):
+        self.parent = Path(parent or tempfile.gettempdir())
+        self.sweep()
+        self.path = Path(tempfile.mkdtemp(prefix=self.PREFIX, dir=self.parent))
+        self.lock = self.locked(self.path)
+        self.numbers = iter(range(1, sys.maxsize))
+
+    @staticmethod
+    def locked(path):
+        """A descriptor that holds the folder's lock, or None if another process has it."""
+        import fcntl
+
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def sweep(self):
+        for left in self.parent.glob(self.PREFIX + "*"):
+            with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+                if left.lstat().st_uid != os.getuid():
+                    continue
+                fd = self.locked(left)
+                if fd is not None:
+                    log.info("removing %s, left by a worker that was killed", left)
+                    remove_tree(left)
+                    os.close(fd)
+
+    def new_folder(self):
+        folder = self.path / ("run-%d" % next(self.numbers))
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def close(self):
+        remove_tree(self.path)
+        os.close(self.lock)
+
+
+def remove_tree(path):
+    """Delete a folder whatever a cell did to its permissions; a fault is logged, not raised."""
+
+    def unlock_and_retry(function, failed, _):
+        try:
+            os.chmod(os.path.dirname(failed), 0o700, follow_symlinks=True)
+            if os.path.isdir(failed) and not os.path.islink(failed):
+                os.chmod(failed, 0o700)
+                shutil.rmtree(failed)
+            else:
+                os.unlink(failed)
+        except FileNotFoundError:
+            return
+        except OSError as problem:
+            log.error("could not delete %s: %s", failed, problem)
+
+    shutil.rmtree(path, onerror=unlock_and_retry)
+
+
+class Slots:
+    """How many cells at once, and which GPU each gets. Refusing is immediate: nothing queues."""
+
+    def __init__(self, settings):
+        self.max_concurrent = settings.max_concurrent
+        self.gpu_slots = settings.gpu_slots
+        visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
+        count = settings.gpu_slots or 0
+        self.gpus = collections.deque(visible[:count] if len(visible) >= count else map(str, range(count)))
+        self.active = 0
+        self.lock = threading.Lock()
+
+    @property
+    def free_gpus(self):
+        return None if self.gpu_slots is None else len(self.gpus)
+
+    @contextlib.contextmanager
+    def taken(self):
+        """Hold a slot; the GPU that comes with it, or None. WorkerError 503 when full."""
+        with self.lock:
+            gpu = self.take()
+        try:
+            yield gpu
+        finally:
+            with self.lock:
+                self.active -= 1
+                if gpu is not None:
+                    self.gpus.append(gpu)
+
+    def take(self):
+        if self.max_concurrent is not None and self.active >= self.max_concurrent:
+            raise self.full("Worker is running %d of %d executions" % (self.active, self.max_concurrent))
+        if self.gpu_slots is not None and not self.gpus:
+            raise self.full("All %d GPU slots are in use" % self.gpu_slots)
+        self.active += 1
+        return self.gpus.popleft() if self.gpu_slots is not None else None
+
+    @staticmethod
+    def full(message):
+        return WorkerError(503, message, headers=[("Retry-After", "1")])
+
+
+class Run:
+    """One execution. ``phase`` is its state; every change of it is made under one lock.
+
+        staging -> running -> answering -> done
+           |          |           |
+           +----------+-----------+--> cancelled, by anyone who knows the build id
+
+    What can block in a phase hangs an interrupt on the run: cancelling calls it, once.
+    """
+
+    def __init__(self, folder, gpu):
+        self.folder = folder
+        self.gpu = gpu
+        self.build_id = None
+        self.phase = "staging"
+        self.outcome = None  # how it ended, for the log
+        self.cancelled = False
+        self.interrupts = []
+        self.lock = threading.Lock()
+        self.started = time.monotonic()
+        self.seconds = {"staging": 0.0, "running": 0.0, "answering": 0.0}
+        self.bytes_in = self.bytes_out = 0
+        self.trace = {}  # the W3C trace context it was asked for in
+
+    def enter(self, phase):
+        """Go on to the next phase; raises when the run was cancelled in this one."""
+        with self.lock:
+            now = time.monotonic()
+            self.seconds[self.phase] += now - self.started
+            self.started = now
+            if self.cancelled:
+                raise self.cancellation()
+            self.phase = phase
+
+    def check(self):
+        with self.lock:
+            if self.cancelled:
+                raise self.cancellation()
+
+    def cancellation(self):
+        """Page: 409 before the harness starts; a cancelled running cell is one that failed."""
+        status = 409 if self.phase == "staging" else 500
+        return run_failed("the execution was cancelled", status)
+
+    def cancel(self):
+        """Stop the run where it is; False if it is past stopping."""
+        with self.lock:
+            if self.phase == "done":
+                return False
+            self.cancelled = True
+            interrupts, self.interrupts = self.interrupts, []
+        for interrupt in interrupts:
+            interrupt()
+        return True
+
+    @contextlib.contextmanager
+    def interruptible(self, interrupt):
+        """While the block runs, cancelling calls ``interrupt``; at once if it is cancelled already."""
+        with self.lock:
+            if self.cancelled:
+                raise self.cancellation()
+            self.interrupts.append(interrupt)
+        try:
+            yield
+        finally:
+            with self.lock:
+                if interrupt in self.interrupts:
+                    self.interrupts.remove(interrupt)
+
+    def count_in(self, size):
+        with self.lock:  # several downloads count at once
+            self.bytes_in += size
+
+    def finish(self):
+        with self.lock:
+            self.seconds[self.phase] += time.monotonic() - self.started
+            self.phase = "done"
+        log.info(
+            "run %s: %s, staging %.3f s, running %.3f s, answering %.3f s, %d bytes in, %d bytes out",
+            self.build_id or "-", self.outcome, *self.seconds.values(), self.bytes_in, self.bytes_out,
+        )
+
+
+class Runs:
+    """The runs there are, admitted one by one and found by their build id."""
+
+    def __init__(self, settings):
+        self.root = RunRoot(settings.run_root)
+        self.slots = Slots(settings)
+        self.running = set()
+        self.changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def admitted(self):
+        """A Run with a slot and a folder, both gone at the end; WorkerError 503 when full."""
+        with self.slots.taken() as gpu:
+            folder = self.root.new_folder()
+            run = Run(folder, gpu)
+            with self.changed:
+                self.running.add(run)
+            try:
+                yield run
+            except BaseException as problem:
+                run.outcome = outcome_of(problem)
+                raise
+            finally:
+                remove_tree(folder)
+                run.finish()
+                with self.changed:
+                    self.running.discard(run)
+                    self.changed.notify_all()
+
+    def cancel(self, build_id):
+        """Cancel what runs under this id; False when nothing does."""
+        with self.changed:
+            found = [run for run in self.running if run.build_id == build_id]
+        return any([run.cancel() for run in found])
+
+    def wait_idle(self, timeout, hurry):
+        """Wait until nothing runs, ``timeout`` is over, or ``hurry`` is set; True when idle."""
+        deadline = time.monotonic() + timeout
+        with self.changed:
+            while self.running and not hurry.is_set() and time.monotonic() < deadline:
+                self.changed.wait(0.05)
+            return not self.running
+
+    def cancel_all(self):
+        with self.changed:
+            running = list(self.running)
+        for run in running:
+            run.cancel()
+
+    def close(self):
+        self.root.close()
+
+
+def outcome_of(problem):
+    if isinstance(problem, WorkerError):
+        names = {408: "timed out", 409: "cancelled"}
+        return "%s (%d: %s)" % (names.get(problem.status, "failed"), problem.status, problem.message.partition("\n")[0])
+    return "%s: %s" % (type(problem).__name__, problem)
+
+
+class Form:
+    """The parts of a form as they came: ``metadata`` in memory, every other one in a file."""
+
+    def __init__(self, folder, boundary):
+        self.folder = folder
+        self.boundary = boundary
+        self.metadata = None
+        self.parts = []  # (Part, path)
+        self.sink = None
+
+    def receive(self, body, run):
+        """Read the whole form; a cancel of the run ends that at once."""
+        parser = MultipartParser(self.boundary)
+        with run.interruptible(body.interrupt):
+            try:
+                for data in iter(body.read, b""):
+                    run.count_in(len(data))
+                    for event in parser.feed(data):
+                        self.take(event, run)
+            finally:
+                self.end_part(run)
+                run.check()
+        parser.close()
+        return self
+
+    def take(self, event, run):
+        if isinstance(event, Part):
+            self.end_part(run)
+            self.begin_part(event)
+        else:
+            self.sink.write(event)
+
+    def begin_part(self, part):
+        if part.name == "metadata":
+            self.metadata = self.sink = BoundedBuffer(MAX_METADATA, "The metadata part")
+        else:
+            path = self.folder / str(len(self.parts))
+            self.parts.append((part, path))
+            self.sink = open(path, "xb", buffering=0)
+
+    def end_part(self, run):
+        if self.sink is not None:
+            self.sink.close()
+        if self.sink is self.metadata and run.build_id is None:
+            self.name(run)
+
+    def name(self, run):
+        """Metadata comes first, so that a cancel can find a run whose inputs still come in."""
+        with contextlib.suppress(WorkerError):  # said when the form is whole
+            build_id = self.envelope().get("build_id")
+            run.build_id = build_id if isinstance(build_id, str) else None
+
+    def envelope(self):
+        if self.metadata is None:
+            raise bad_request("The form has no part named metadata")
+        return parse_json_object(bytes(self.metadata.data), "metadata")
+
+    def find(self, spec):
+        """The file of an input: the part of its name, else of its recorded file name; the last such."""
+        for wanted in (spec.name, spec.file):
+            for part, path in reversed(self.parts):
+                if part.name == wanted:
+                    return path
+        raise bad_request("The form has no part for input %r: none is named %r or %r" % (spec.name, spec.name, spec.file))
+
+
+class BoundedBuffer:
+    def __init__(self, limit, what):
+        self.limit = limit
+        self.what = what
+        self.data = bytearray()
+
+    def write(self, data):
+        self.data += data
+        if len(self.data) > self.limit:
+            raise bad_request("%s is larger than %d bytes" % (self.what, self.limit))
+
+    def close(self):
+        pass
+
+
+class Executor:
+    """Runs staged cells: writes the harness's manifest, starts it, waits, and reads what it left."""
+
+    def __init__(self, settings, machine):
+        self.env = cell_environment(os.environ, settings.env_allowlist)
+        self.machine = machine
+        self.launcher = Launcher(settings, self.env)
+
+    def execute(self, run, cell, inputs, live=None):
+        """Run a cell whose inputs are staged; its Bundle.
+
+        ``inputs`` is what the harness is told of each, by name; ``live`` is called with the
+        console's descriptors when the cell is about to start, for a LiveConsole.
+        """
+        with contextlib.closing(Console(run.folder)) as console:
+            launch = self.prepare(run, cell, inputs, console)
+            if live is not None:
+                live(console.fds)
+            code = self.supervise(run, cell, launch, console)
+            result = self.result(run, code, console)
+            run.outcome = "ok" if result["success"] else "the cell raised %.200s" % result.get("error")
+            return bundle_of(result, run.folder / "outputs", console, {"hardware": self.machine.hardware})
+
+    def prepare(self, run, cell, inputs, console):
+        for name in ("outputs", "work"):
+            (run.folder / name).mkdir()
+        manifest = run.folder / "manifest.json"
+        manifest.write_text(json.dumps({
+            "source": cell.source,
+            "inputs": inputs,
+            "mutation_defines": cell.mutation_defines,
+            "tables": cell.tables,
+        }))
+        env = {**self.env, **cell.env}
+        env.update((name.upper(), value) for name, value in run.trace.items())
+        if run.gpu is not None:
+            env["CUDA_VISIBLE_DEVICES"] = run.gpu  # over the caller's: the slot is what was admitted
+        return Launch(None, str(manifest), str(run.folder / "work"), env, list(console.fds.values()))
+
+    def start(self, cell, launch):
+        if cell.language == "python":
+            return self.launcher.python(launch, cell.source)
+        if self.machine.rscript is None:
+            raise run_failed("Rscript is not installed on this worker")
+        command = [self.machine.rscript, "--no-echo", "--no-restore", sibling("harness.R"), launch.manifest]
+        return self.launcher.exec(dataclasses.replace(launch, argv=command))
+
+    def supervise(self, run, cell, launch, console):
+        """Start the cell and see it to its end, whichever that is; its exit code."""
+        run.enter("running")
+        with contextlib.closing(self.start(cell, launch)) as process, run.interruptible(process.kill):
+            code = process.wait(cell.timeout)
+        if code is None:
+            raise run_failed("the cell exceeded its timeout of %g seconds%s" % (cell.timeout, said(console)), 408)
+        run.enter("answering")  # raises if it was cancelled
+        return code
+
+    def result(self, run, code, console):
+        try:
+            result = read_result(run.folder / "result.json")
+        except (ValueError, OSError) as problem:
+            raise run_failed("the cell left no readable result: %s%s" % (problem, said(console))) from None
+        if result is None:
+            raise run_failed("the cell's process %s before it could report%s" % (ending(code), said(console)))
+        return result
+
+    def stop(self):
+        self.launcher.stop()
+
+
+class Pull:
+    """The pull model's way of one run: download, execute, upload, finalize."""
+
+    def __init__(self, fetcher, executor, run, manifest):
+        self.fetcher, self.executor, self.run, self.manifest = fetcher, executor, run, manifest
+        self.settings = fetcher.settings
+        self.live = None
+
+    def run_it(self):
+        """The body of the 200 answer."""
+        for what, url in self.manifest.all_urls():
+            self.fetcher.judge(url, what)
+        inputs = self.stage()
+        try:
+            bundle = self.executor.execute(self.run, self.manifest.cell, inputs, self.go_live)
+            answer = {}
+            in_parallel(self.run, [lambda halt: answer.update(finalize=self.publish(halt, bundle))])
+        finally:
+            if self.live is not None:
+                self.live.close()
+        return {
+            "success": True,
+            "build_id": self.run.build_id,
+            "byte_size": bundle.size,
+            "protocol_version": MANIFEST_FORMAT,
+            **answer,
+        }
+
+    def go_live(self, fds):
+        if self.manifest.log_url:
+            self.live = LiveConsole(self.fetcher, self.manifest.log_url, fds)
+
+    def stage(self):
+        """Download what the cell's inputs need, each artifact once; what the harness is told."""
+        folder = self.run.folder / "inputs"
+        folder.mkdir()
+        specs = [spec for outer in self.manifest.cell.inputs for spec in (outer, *outer.injected.values())]
+        names = {}
+        for spec in specs:
+            names.setdefault(spec.uri, spec.name)
+        paths = {uri: folder / str(number) for number, uri in enumerate(names)}
+        in_parallel(self.run, [
+            functools.partial(self.download, name, self.manifest.urls[uri], paths[uri]) for uri, name in names.items()
+        ])
+        return {spec.name: staged(spec, paths[spec.uri], lambda inner: paths[inner.uri]) for spec in self.manifest.cell.inputs}
+
+    def download(self, name, url, path, halt):
+        what = "input %r" % name
+        try:
+            answer = self.fetcher.download(halt, what, url, path, self.settings.max_input_bytes, self.run.count_in)
+        except FetchError as problem:
+            raise WorkerError(502, "Downloading %s failed: %s" % (what, problem)) from None
+        if answer.status != 200:
+            raise WorkerError(502, "Downloading %s failed: its URL answered %d" % (what, answer.status))
+
+    def publish(self, halt, bundle):
+        """Upload the bundle and finalize; what finalize answered."""
+        if self.live is not None:
+            self.live.end()
+        limit = self.manifest.max_bytes
+        if limit is not None and bundle.size > limit:
+            raise WorkerError(502, "The output bundle has %d bytes, more than output.max_bytes (%d)" % (bundle.size, limit))
+        self.send(halt, "Uploading the output bundle", *self.upload(bundle))
+        self.run.bytes_out = bundle.size
+        body = json.dumps({"output_format": BUNDLE_FORMAT}).encode()
+        answer = self.send(
+            halt, "Finalizing the build", "POST", self.manifest.finalize_url, {"Content-Type": "application/json"}, [body],
+        )
+        try:
+            return json.loads(answer.body)
+        except ValueError:
+            return None
+
+    def upload(self, bundle):
+        """Method, URL, headers and body of the upload, in whichever way the store takes it."""
+        url, tar = self.manifest.output_url, {"Content-Type": "application/x-tar"}
+        if self.manifest.fields is not None:
+            content_type, body = presigned_form(self.manifest.fields, bundle.pieces)
+            return "POST", url, {"Content-Type": content_type}, body
+        if self.manifest.put:
+            return "PUT", url, {**tar, **self.manifest.headers}, bundle.pieces
+        return "POST", url, tar, bundle.pieces
+
+    def send(self, halt, what, *request):
+        try:
+            answer = self.fetcher.send(halt, *request)
+        except FetchError as problem:
+            raise WorkerError(502, "%s failed: %s" % (what, problem)) from None
+        if not 200 <= answer.status < 300:
+            raise WorkerError(502, "%s failed: its URL answered %d%s" % (what, answer.status, answer.detail()))
+        return answer
+
+
+def presigned_form(fields, file):
+    """A presigned POST's Content-Type and body: every field in order, then the file.
+
+    The stores read up to the file and ignore what follows, so it is last.
+    """
+    boundary = "strata-" + os.urandom(16).hex()
+    head = "".join(
+        '--%s\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (boundary, quoted(name), value)
+        for name, value in fields.items()
+    )
+    head += (
+        '--%s\r\nContent-Disposition: form-data; name="file"; filename="bundle.tar"\r\n'
+        "Content-Type: application/x-tar\r\n\r\n" % boundary
+    )
+    tail = "\r\n--%s--\r\n" % boundary
+    return "multipart/form-data; boundary=" + boundary, [head.encode(), *file, tail.encode()]
+
+
+def quoted(name):
+    """A field's name inside quotes, as browsers write it."""
+    return name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def ending(code):
+    if code >= 0:
+        return "exited with code %d" % code
+    try:
+        return "was killed by %s" % signal.Signals(-code).name
+    except ValueError:
+        return "was killed by signal %d" % -code
+
+
+def said(console):
+    """The end of a cell's console, for the error of a run that has no bundle to carry it."""
+    tails = [(stream, console.tail(stream)) for stream in ("stdout", "stderr")]
+    return "".join("\n--- the end of its %s ---\n%s" % (stream, tail) for stream, tail in tails if tail)
+
+
+# ---------------------------------------------------------------------------------------
+# Routes: which request is whose
+# ---------------------------------------------------------------------------------------
+
+
+class Routes:
+    """Answers requests, wherever they come from. The one place where errors become responses."""
+
+    def __init__(self, settings, runs, executor, machine, fetcher):
+        self.settings = settings
+        self.runs = runs
+        self.executor = executor
+        self.machine = machine
+        self.fetcher = fetcher
+        self.started = time.monotonic()
+        self.table = [
+            ("GET", r"/health", self.health),
+            ("POST", r"/v1/execute", functools.partial(self.push, parse_execute)),
+            ("POST", r"/v1/notebook-execute", functools.partial(self.push, parse_notebook_execute)),
+            ("POST", r"/v1/execute-manifest", self.pull),
+            ("POST", r"/execute", self.pull),
+            ("POST", r"/v1/executions/([^/]+)/cancel", self.cancel),
+        ]
+
+    def answer(self, request):
+        try:
+            return self.route(request)
+        except WorkerError as error:
+            return error_response(error)
+        except Disconnected:
+            raise
+        except OSError as problem:
+            log.warning("%s %s: %s", request.method, request.path, problem)
+            return error_response(run_failed("the worker's own disk or system failed: %s" % problem))
+        except Exception as problem:
+            log.exception("%s %s failed", request.method, request.path)
+            return error_response(run_failed("a fault in the worker: %s: %s" % (type(problem).__name__, problem)))
+
+    def route(self, request):
+        allowed = []
+        for method, pattern, handler in self.table:
+            match = re.fullmatch(pattern, request.path)
+            if match is None:
+                continue
+            if request.method == method or request.method == "HEAD" and method == "GET":
+                if request.path != "/health":
+                    self.authorize(request.headers.get("authorization"))
+                return handler(request, *map(urllib.parse.unquote, match.groups()))
+            allowed += [method, "HEAD"] if method == "GET" else [method]
+        if allowed:
+            raise WorkerError(405, "%s does not take %s" % (request.path, request.method), headers=[("Allow", ", ".join(allowed))])
+        raise WorkerError(404, "There is nothing at %s" % request.path)
+
+    def authorize(self, header):
+        if self.settings.token is None:
+            return
+        scheme, _, token = (header or "").partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise self.unauthorized("Missing or malformed Authorization header (expected Bearer token)")
+        # As bytes: compare_digest refuses text that is not ASCII, and a header is Latin-1.
+        if not hmac.compare_digest(token.strip().encode("latin-1"), self.settings.token.encode()):
+            raise self.unauthorized("Invalid worker token")
+
+    @staticmethod
+    def unauthorized(message):
+        return WorkerError(401, message, headers=[("WWW-Authenticate", "Bearer")])
+
+    def health(self, request):
+        slots = self.runs.slots
+        return json_response(200, {
+            "status": "healthy",
+            "capabilities": {
+                "protocol_versions": [PROTOCOL],
+                "transform_refs": [TRANSFORM_REF],
+                "features": self.features(),
+            },
+            "version": __version__,
+            "uptime_seconds": round(time.monotonic() - self.started, 3),
+            "launch_id": self.settings.launch_id,
+            "active_executions": slots.active,
+            "max_concurrent": slots.max_concurrent,
+            "gpu_slots": slots.gpu_slots,
+            "free_gpu_slots": slots.free_gpus,
+            "hardware": self.machine.hardware,
+        })
+
+    def features(self):
+        return {
+            "notebook_protocol_version": NOTEBOOK_PROTOCOL,
+            "output_format": BUNDLE_FORMAT,
+            "pull_model": True,
+            "cancel": True,
+            "locked_environments": False,
+            "locked_r_environments": False,
+            "languages": self.machine.languages,
+        }
+
+    def push(self, parse, request):
+        """``POST /v1/execute`` and ``/v1/notebook-execute``: inputs in the form, bundle in the answer."""
+        check_protocol(request.headers)
+        boundary = form_boundary(request.headers.get("content-type"))
+        with contextlib.ExitStack() as stack:
+            run = stack.enter_context(self.runs.admitted())
+            run.trace = trace_context(request.headers)
+            bundle = self.run_pushed(run, parse, boundary, request.body)
+            response = bundle.response()
+            run.bytes_out = response.length
+            response.close = stack.pop_all().close
+            return response
+
+    def run_pushed(self, run, parse, boundary, body):
+        folder = run.folder / "inputs"
+        folder.mkdir()
+        form = Form(folder, boundary).receive(body, run)
+        cell = parse(form.envelope())
+        run.build_id = cell.build_id
+        inputs = {spec.name: staged(spec, form.find(spec), form.find) for spec in cell.inputs}
+        return self.executor.execute(run, cell, inputs)
+
+    def pull(self, request):
+        """``POST /v1/execute-manifest`` and ``/execute``: inputs and bundle go by signed URLs."""
+        check_protocol(request.headers)
+        with self.runs.admitted() as run:
+            body = BoundedBuffer(MAX_METADATA, "The manifest")
+            for data in iter(request.body.read, b""):
+                body.write(data)
+            manifest = parse_manifest(parse_json_object(bytes(body.data), "The manifest"))
+            run.build_id = manifest.cell.build_id
+            run.trace = trace_context(request.headers) or manifest.trace
+            return json_response(200, Pull(self.fetcher, self.executor, run, manifest).run_it())
+
+    def cancel(self, request, build_id):
+        return json_response(200, {"build_id": build_id, "cancelled": self.runs.cancel(build_id)})
+
+
+def trace_context(headers):
+    found = {name: headers.get(name) for name in TRACE_FIELDS}
+    return {name: value for name, value in found.items() if value} if found["traceparent"] else {}
+
+
+def check_protocol(headers):
+    version = headers.get("x-strata-executor-protocol", PROTOCOL)
+    check_version("X-Strata-Executor-Protocol", version, PROTOCOL)
+
+
+def staged(spec, path, find):
+    """What the harness is told of an input whose file is at ``path``."""
+    if spec.content_type == "file/path":
+        path = named(path, spec.file)
+    told = {"content_type": spec.content_type, "file": "/".join(path.parts[path.parts.index("inputs") :])}
+    if spec.injected:
+        told["injected"] = {name: staged(inner, find(inner), find) for name, inner in spec.injected.items()}
+    return told
+
+
+def named(path, name):
+    """The same file under the name its cell is to see, in a folder where that name is free."""
+    folder = Path(str(path) + ".d")
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # two inputs may name one part
+        os.link(path, folder / name)
+    return folder / name
+
+
+# ---------------------------------------------------------------------------------------
+# Command line: starting and stopping
+# ---------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A worker on threads of this process. Use it as a context manager::
+
+        with Worker(port=0, max_concurrent=2) as worker:
+            requests.get(worker.url + "/health")
+
+    Keywords are the fields of Settings; what is not given comes from the environment.
+    Raises ValueError for a bad setting and OSError when the address is not to be had.
+    """
+
+    def __init__(self, **given):
+        unknown = set(given) - {field.name for field in dataclasses.fields(Settings)}
+        if unknown:
+            raise TypeError("Worker has no setting named %s" % ", ".join(sorted(unknown)))
+        self.settings = Settings.load(os.environ, given)
+        self.hurry = threading.Event()  # set to end a stop() that waits for cells
+
+    def start(self):
+        for name in ("harness.py", "harness.R"):
+            sibling(name)  # said at start, not by the first cell
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(listen(self.settings.bind_host, self.settings.port))
+            self.machine = Machine()
+            self.runs = Runs(self.settings)
+            stack.callback(self.runs.close)
+            self.executor = Executor(self.settings, self.machine)
+            stack.callback(self.executor.stop)
+            routes = Routes(self.settings, self.runs, self.executor, self.machine, Fetcher(self.settings))
+            self.server = Server(routes.answer, listener, self.settings.stall_seconds)
+            self.server.start()
+            self.url = "http://%s:%d" % url_host(*self.server.address)
+            stack.callback(self.server.stop)
+            self.resources = stack.pop_all()
+        return self
+
+    def stop(self):
+        """Refuse new requests, let cells finish for ``drain_seconds``, stop those that have not."""
+        self.server.stop_accepting()
+        if not self.runs.wait_idle(self.settings.drain_seconds, self.hurry):
+            log.warning("stopping %d cells that are still running", len(self.runs.running))
+            self.runs.cancel_all()
+            self.runs.wait_idle(KILL_SECONDS, threading.Event())
+        self.resources.close()
+
+    def __enter__(self):
+        return self.start()
+
+    def __exit__(self, *exc_info):
+        self.stop()
+
+
+def url_host(host, port):
+    """An address as a URL says it: a wildcard is reached on loopback, IPv6 goes in brackets."""
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        host = "127.0.0.1" if address.version == 4 else "::1"
+    return ("[%s]" % host if address.version == 6 else host), port
+
+
+def is_loopback(host):
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def environment_table():
+    """Every variable the worker reads, as the text of --help and of README."""
+    rows = [(field.metadata["env"], field.metadata["doc"]) for field in dataclasses.fields(Settings)]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join("  %-*s  %s" % (width, name, doc) for name, doc in rows)
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(
+        prog="strata-worker",
+        description="Run the cells of a Strata notebook on this machine.",
+        epilog="environment variables (a flag wins over its variable):\n" + environment_table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version="strata-worker " + __version__)
+    for field in dataclasses.fields(Settings):
+        if field.metadata["flag"]:
+            parser.add_argument(field.metadata["flag"], dest=field.name, metavar="X", help=field.metadata["doc"].replace("%", "%%"))
+    return vars(parser.parse_args(argv))
+
+
+def main(argv=None):
+    """The command ``strata-worker``. Returns the exit code."""
+    given = parse_arguments(argv)
+    try:
+        worker = Worker(**given)
+    except ValueError as problem:
+        sys.exit("strata-worker: %s" % problem)
+    logging.basicConfig(
+        level=worker.settings.log_level.upper(), stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(message)s",
+    )
+    hide_secrets(os.environ)
+    if not is_loopback(worker.settings.bind_host) and worker.settings.token is None:
+        log.warning("anyone who can reach %s can run code here: set STRATA_WORKER_TOKEN", worker.settings.bind_host)
+    try:
+        worker.start()
+    except (OSError, ValueError) as problem:
+        sys.exit("strata-worker: %s" % problem)
+    serve_until_signalled(worker)
+    return 0
+
+
+def serve_until_signalled(worker):
+    """Wait for SIGTERM or SIGINT, then drain; a second one stops at once."""
+    told = threading.Event()
+
+    def on_signal(number, _):
+        if told.is_set():
+            worker.hurry.set()
+        told.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    log.info("strata-worker %s listening on %s", __version__, worker.url)
+    told.wait()
+    log.info("stopping: running cells have %g seconds", worker.settings.drain_seconds)
+    worker.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
