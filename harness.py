@@ -28,6 +28,7 @@ Sections, each built on the ones above it:
     Console                     file descriptors 1 and 2
     The cell                    the manifest, the namespace, running the source
     The run                     from manifest.json to result.json
+    Fork server                 processes for a worker, and their ends
     Main                        the command line
 """
 
@@ -2132,15 +2133,379 @@ def flush_everything() -> None:
 
 
 # --------------------------------------------------------------------------------------------
+# Fork server
+# --------------------------------------------------------------------------------------------
+# `python harness.py --fork-server FD` is asked for processes over a Unix socket, by a worker that
+# has threads and secrets and so cannot fork them itself. It has neither: one thread, one selector.
+#
+# Orphans. The server and each cell are child subreapers: what a cell's children leave behind comes
+# to the cell while it lives, and to the server afterwards. So every child of the server that is no
+# cell belongs to a dead one, and is killed before that one's exit is reported.
+#
+# Kills. A tree is first frozen from its root down, so that it cannot outgrow the walk, then killed.
+#
+# A worker that dies, however it dies, closes its end of the socket; that ends the server and all of
+# its cells.
+
+
+def serve_forks(fd: int, preload: list) -> None:
+    """Serve launches on the inherited socket until it closes."""
+    import socket
+
+    control = socket.socket(fileno=fd)
+    imported = import_all(preload)
+    become_subreaper()
+    gc_freeze()
+    control.sendall(json.dumps({"ready": True, **imported}).encode() + b"\n")
+    ForkServer(control).run()
+
+
+def import_all(names: list) -> dict:
+    import importlib
+
+    preloaded, failed = [], {}
+    for name in names:
+        try:
+            importlib.import_module(name)
+            preloaded.append(name)
+        except Exception as problem:  # not installed, or broken: the cells will see
+            failed[name] = "%s: %s" % (type(problem).__name__, problem)
+    return {"preloaded": preloaded, "failed": failed}
+
+
+def gc_freeze() -> None:
+    """Leave what is imported out of every collection: collecting would copy its pages."""
+    import gc
+
+    gc.collect()
+    gc.freeze()
+
+
+def prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def become_subreaper() -> None:
+    prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+class ForkServer:
+    """The loop: launches come in on ``control``, orders to kill as the end of a lifeline."""
+
+    def __init__(self, control) -> None:
+        import selectors
+        import signal
+
+        self.control = control
+        self.cells = {}  # pid -> its lifeline
+        self.request = b""
+        self.fds = []
+        self.selector = selectors.DefaultSelector()
+        self.woken, waker = os.pipe()
+        for end in (self.woken, waker):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(waker)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector.register(control, selectors.EVENT_READ, self.on_control)
+        self.selector.register(self.woken, selectors.EVENT_READ, self.on_child)
+
+    def run(self) -> None:
+        while True:
+            for key, _ in self.selector.select():
+                key.data() if key.fd in (self.control.fileno(), self.woken) else self.on_lifeline(key.data)
+
+    # Launches
+
+    def on_control(self) -> None:
+        import socket
+
+        data, fds, _, _ = socket.recv_fds(self.control, 65536, 16)
+        if not data:
+            self.end()
+        self.request += data
+        self.fds += fds
+        while len(self.request) >= 4:
+            size = 4 + int.from_bytes(self.request[:4], "big")
+            if len(self.request) < size or len(self.fds) < 3:
+                return
+            message, self.request = self.request[4:size], self.request[size:]
+            fds, self.fds = self.fds[:3], self.fds[3:]
+            self.launch(message, *fds)
+
+    def launch(self, message: bytes, out: int, err: int, lifeline_fd: int) -> None:
+        import socket
+
+        lifeline = socket.socket(fileno=lifeline_fd)
+        try:
+            launch = json.loads(message)
+            pid = fork()
+        except (OSError, ValueError) as problem:
+            say(lifeline, {"error": str(problem)})
+            lifeline.close()
+        else:
+            if pid == 0:
+                become_cell(launch, out, err)
+            self.cells[pid] = lifeline
+            self.selector.register(lifeline, 1, pid)
+            say(lifeline, {"pid": pid})
+        os.close(out)
+        os.close(err)
+
+    # Ends
+
+    def on_child(self) -> None:
+        """Some child has died: report the cells among them, once nothing of theirs is left."""
+        try:
+            os.read(self.woken, 4096)
+        except BlockingIOError:
+            pass
+        ended = self.reap()
+        if ended:
+            self.end_orphans(ended)
+        for pid, code in ended.items():
+            lifeline = self.cells.pop(pid)
+            self.forget(lifeline)
+            say(lifeline, {"exit": code})
+            lifeline.close()
+
+    def reap(self) -> dict:
+        """Collect dead children; the exit codes of the cells among them."""
+        ended = {}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return ended
+            if pid == 0:
+                return ended
+            if pid in self.cells:
+                ended[pid] = exit_code(status)
+
+    def end_orphans(self, ended: dict) -> None:
+        """Kill children that are no cells until there are none; cells may end meanwhile."""
+        while True:
+            orphans = [pid for pid in children_of(os.getpid()) if pid not in self.cells]
+            if not orphans:
+                return
+            kill_trees(orphans)
+            ended.update(self.reap_some())
+
+    def reap_some(self) -> dict:
+        """As reap, but waits for one child at least: what is killed takes a moment to die."""
+        import select
+
+        select.select([self.woken], [], [], 0.05)
+        try:
+            os.read(self.woken, 4096)
+        except BlockingIOError:
+            pass
+        return self.reap()
+
+    def on_lifeline(self, pid: int) -> None:
+        """The worker sends nothing here; the end of it is the order to kill."""
+        lifeline = self.cells[pid]
+        try:
+            if lifeline.recv(4096):
+                return
+        except OSError:
+            pass
+        self.forget(lifeline)
+        kill_cell(pid)
+
+    def forget(self, lifeline) -> None:
+        try:
+            self.selector.unregister(lifeline)
+        except KeyError:
+            pass
+
+    def end(self) -> None:
+        """The worker is gone, and so shall be all that runs for it."""
+        while True:
+            kill_trees(children_of(os.getpid()) or list(self.cells))
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                os._exit(0)
+
+
+def fork() -> int:
+    """os.fork without its warning of threads: those of a BLAS library, which is made for it."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return os.fork()
+
+
+def say(lifeline, report: dict) -> None:
+    """Tell the worker. It is a line, so it fits; a worker that has hung up does not want it."""
+    try:
+        lifeline.sendall(json.dumps(report).encode() + b"\n")
+    except OSError:
+        pass
+
+
+def exit_code(status: int) -> int:
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def children_of(pid: int) -> list:
+    """The children of every thread of a process. Empty where there is no /proc."""
+    found = []
+    try:
+        for task in os.listdir("/proc/%d/task" % pid):
+            with open("/proc/%d/task/%s/children" % (pid, task), "rb") as file:
+                found += map(int, file.read().split())
+    except OSError:
+        pass  # it is gone, and its children with it, to their subreaper
+    return found
+
+
+def kill_cell(pid: int) -> None:
+    import signal
+
+    kill_trees([pid])
+    if not os.path.isdir("/proc/self/task"):  # no walking there: its group has to do
+        send(os.killpg, pid, signal.SIGKILL)
+
+
+def kill_trees(roots: list) -> None:
+    """Freeze processes and all that descends from them, then kill them all."""
+    import signal
+
+    frozen, found = [], list(roots)
+    while found:
+        for pid in found:
+            send(os.kill, pid, signal.SIGSTOP)
+        frozen += found
+        # A process stops a moment after it was told: look again until nobody new turns up.
+        found = [child for pid in frozen for child in children_of(pid) if child not in set(frozen)]
+    for pid in frozen:
+        send(os.kill, pid, signal.SIGKILL)
+
+
+def send(how, pid: int, number: int) -> None:
+    try:
+        how(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+# What follows runs in the forked child, which shall look like a fresh process.
+
+
+def become_cell(launch: dict, out: int, err: int) -> None:
+    """Turn a fork of the server into the process of one cell. Does not return."""
+    try:
+        os.setsid()
+        take_streams(out, err)
+        reset_signals()
+        become_subreaper()
+        be_first_to_go()
+        limit_memory(launch.get("memory_mb"))
+        os.chdir(launch["cwd"])
+        if launch["argv"]:
+            execute(launch)
+        refresh(launch)
+        end_process(run_cell(launch["manifest"]))
+    except BaseException as problem:
+        os.write(2, ("the cell's process could not be set up: %s\n" % problem).encode())
+    finally:
+        os._exit(127)
+
+
+def execute(launch: dict) -> None:
+    import signal
+
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and what is ignored stays so
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.execve(launch["argv"][0], launch["argv"], launch["env"])
+
+
+def take_streams(out: int, err: int) -> None:
+    """Standard streams on the console's files, and no other descriptor of the server's."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    for fd, target in ((null, 0), (out, 1), (err, 2)):
+        os.dup2(fd, target)
+    os.closerange(3, max_descriptor())
+
+
+def max_descriptor() -> int:
+    try:
+        return max(map(int, os.listdir("/proc/self/fd"))) + 1
+    except OSError:
+        return os.sysconf("SC_OPEN_MAX")
+
+
+def reset_signals() -> None:
+    """As a program finds them that a shell has started, but for Python's own two."""
+    import signal
+
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def be_first_to_go() -> None:
+    """When memory runs out, the kernel shall take the cell and not the worker."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("800")
+    except OSError:
+        pass
+
+
+def limit_memory(megabytes) -> None:
+    if megabytes:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (megabytes * 2**20, megabytes * 2**20))
+
+
+def refresh(launch: dict) -> None:
+    """What a fresh interpreter would have: its environment, streams, arguments and randomness."""
+    import time
+
+    os.environ.clear()
+    os.environ.update(launch["env"])
+    time.tzset()
+    sys.argv[:] = [__file__, launch["manifest"]]
+    for name, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        stream = open(fd, "r" if fd == 0 else "w", encoding="utf-8", errors="surrogateescape", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, "__%s__" % name, stream)
+    reseed()
+
+
+def reseed() -> None:
+    """Python's random seeds itself after a fork; numpy's does not, and tempfile keeps a choice."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile.tempdir = None
+        tempfile._name_sequence = None
+
+
+# --------------------------------------------------------------------------------------------
 # Main
 # --------------------------------------------------------------------------------------------
 
 
 def main(arguments: list) -> None:
-    if len(arguments) != 1:
+    if len(arguments) == 4 and arguments[0] == "--fork-server":
+        serve_forks(int(arguments[1]), [name for name in arguments[3].split(",") if name])
+    elif len(arguments) == 2 and arguments[0] == "--kill-tree":
+        kill_trees([int(arguments[1])])
+    elif len(arguments) == 1:
+        end_process(run_cell(arguments[0]))
+    else:
         complain("usage: python harness.py MANIFEST")
         sys.exit(2)
-    end_process(run_cell(arguments[0]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+stop("this worker has no R harness yet")

@@ -1,0 +1,1770 @@
+"""Tests against real workers on real ports. Each reads as one sentence of what the worker promises.
+
+    Helpers          a worker process, a client, a peer that serves signed URLs
+    Command line     flags, variables, starting and stopping
+    HTTP             requests as they come, early refusals, limits
+    Multipart        the form parser, one byte at a time
+    Health           what the worker says of itself
+    Secrets          the token, and what a cell can find
+    Execute          the push model
+    Stopping         timeouts, cancels, crashes
+    Pull             signed URLs, retries, the live console
+    URLs             fetches that cannot be turned inward
+"""
+
+import contextlib
+import http.client
+import http.server
+import io
+import ipaddress
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+import urllib.parse
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings as hypothesis_settings, strategies as st
+
+import strata_worker
+
+HERE = Path(strata_worker.__file__).resolve().parent
+
+hypothesis_settings.register_profile("worker", deadline=None, max_examples=100)
+hypothesis_settings.load_profile("worker")
+
+
+# ---------------------------------------------------------------------------------------
+# Helpers: a worker process, a client, a peer that serves signed URLs
+# ---------------------------------------------------------------------------------------
+
+
+def need(condition, reason):
+    """Skip on a laptop and fail in CI when something that the test needs is missing."""
+    if not condition:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+
+
+def eventually(condition, what, seconds=10):
+    """Wait until ``condition()`` is true; its value."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, "never: " + what
+        time.sleep(0.01)
+
+
+class WorkerProcess:
+    """``python strata_worker.py --port 0``, its URL and its log."""
+
+    def __init__(self, *flags, folder=HERE, python=sys.executable, **env):
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("STRATA_")}
+        self.log_file = tempfile.NamedTemporaryFile("r", prefix="worker-log-")
+        self.process = subprocess.Popen(
+            [python, str(Path(folder) / "strata_worker.py"), "--port", "0", *flags],
+            env={**clean, **env}, stderr=open(self.log_file.name, "w"), stdout=subprocess.DEVNULL,
+        )
+        try:
+            self.url = eventually(self.find_url, "the worker listens", 20)
+        except BaseException:
+            self.process.kill()
+            raise
+        self.port = int(self.url.rsplit(":", 1)[1])
+
+    def find_url(self):
+        assert self.process.poll() is None, self.log()
+        found = re.search(r"listening on (http://\S+)", self.log())
+        return found and found.group(1)
+
+    def log(self):
+        return Path(self.log_file.name).read_text(errors="replace")
+
+    def stop(self, number=signal.SIGTERM, timeout=20):
+        self.process.send_signal(number)
+        return self.process.wait(timeout)
+
+    def __enter__(self):
+        return Client(self)
+
+    def __exit__(self, *exc_info):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            finally:
+                self.process.kill()
+
+
+class Bundle:
+    """An output bundle, unpacked."""
+
+    def __init__(self, data):
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            self.names = tar.getnames()
+            self.files = {name: tar.extractfile(name).read() for name in self.names}
+        self.manifest = json.loads(self.files["manifest.json"])
+        self.stdout = self.files["stdout.txt"].decode()
+        self.stderr = self.files["stderr.txt"].decode()
+
+    def json(self, name):
+        entry = self.manifest["variables"][name]
+        assert entry["content_type"] == "json/object", entry
+        return json.loads(self.files[entry["file"]])
+
+
+class Answer:
+    """What the worker answered: ``status``, ``headers``, ``body``, and what is in it."""
+
+    def __init__(self, response):
+        self.status = response.status
+        self.headers = response.headers
+        self.body = response.read()
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+    @property
+    def bundle(self):
+        assert self.status == 200, (self.status, self.body[:2000])
+        return Bundle(self.body)
+
+
+class Client:
+    """Talks to a worker as a Strata server does."""
+
+    def __init__(self, worker, token=None):
+        self.worker = worker
+        self.port = worker.port if hasattr(worker, "port") else int(worker.url.rsplit(":", 1)[1])
+        self.token = token
+
+    def request(self, method, path, body=None, headers=(), timeout=60):
+        headers = dict(headers)
+        if self.token:
+            headers["Authorization"] = "Bearer " + self.token
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, headers)
+            return Answer(connection.getresponse())
+
+    def health(self):
+        return self.request("GET", "/health").json
+
+    def form(self, path, metadata, parts=(), timeout=60):
+        body, content_type = form_of([("metadata", json.dumps(metadata).encode()), *parts])
+        return self.request("POST", path, body, {"Content-Type": content_type, "X-Strata-Executor-Protocol": "v1"}, timeout)
+
+    def execute(self, source, inputs=(), build_id=None, timeout=60, **params):
+        """Push a cell; ``inputs`` are (name, format, bytes)."""
+        parts = [(name, data) for name, _, data in inputs]
+        return self.form("/v1/execute", envelope(source, [(n, f) for n, f, _ in inputs], build_id, **params), parts, timeout)
+
+    def run(self, source, inputs=(), **params):
+        """Push a cell that has to succeed; its Bundle."""
+        bundle = self.execute(source, inputs, **params).bundle
+        assert bundle.manifest["success"], bundle.manifest["traceback"]
+        return bundle
+
+    def manifest(self, manifest, path="/v1/execute-manifest", timeout=60):
+        return self.request("POST", path, json.dumps(manifest).encode(), {"Content-Type": "application/json"}, timeout)
+
+    def cancel(self, build_id):
+        return self.request("POST", "/v1/executions/%s/cancel" % urllib.parse.quote(build_id, safe="")).json
+
+    def send(self, data):
+        """A raw connection on which these bytes were sent."""
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        sock.sendall(data)
+        return sock
+
+    def exchange(self, data):
+        """Everything the worker answers to these bytes, until it closes."""
+        with self.send(data) as sock:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+def envelope(source, inputs=(), build_id=None, **params):
+    return {
+        "protocol_version": "v1",
+        "build_id": build_id,
+        "transform": {"ref": "notebook_cell@v1", "params": {"source": source, **params}},
+        "inputs": [{"name": name, "format": format} for name, format in inputs],
+    }
+
+
+def form_of(parts, boundary="boundary-of-a-test"):
+    """A multipart body and its Content-Type."""
+    body = b"".join(
+        b'--%s\r\nContent-Disposition: form-data; name="%s"; filename="f"\r\n\r\n%s\r\n'
+        % (boundary.encode(), name.encode(), data)
+        for name, data in parts
+    )
+    return body + b"--%s--\r\n" % boundary.encode(), "multipart/form-data; boundary=" + boundary
+
+
+@pytest.fixture(scope="session")
+def worker():
+    with WorkerProcess() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def pull_worker():
+    """One that may fetch from this machine, where the tests' own peers are."""
+    with WorkerProcess(STRATA_WORKER_ALLOW_LOCAL_HOSTS="1", STRATA_WORKER_STALL_SECONDS="3") as client:
+        yield client
+
+
+def processes_of(pid):
+    """Every descendant of a process, as (pid, command line)."""
+    psutil = pytest.importorskip("psutil")
+    try:
+        return [(child.pid, child.cmdline()) for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+# ---------------------------------------------------------------------------------------
+# Command line: flags, variables, starting and stopping
+# ---------------------------------------------------------------------------------------
+
+
+def run_command(*arguments, env=(), python=sys.executable, folder=HERE):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("STRATA_")}
+    return subprocess.run(
+        [python, str(Path(folder) / "strata_worker.py"), *arguments],
+        env={**clean, **dict(env)}, capture_output=True, text=True, timeout=30,
+    )
+
+
+def test_help_documents_every_variable():
+    text = run_command("--help").stdout
+    for name in re.findall(r'"(STRATA_[A-Z_]+)"', (HERE / "strata_worker.py").read_text()):
+        assert name in text
+
+
+def test_version_is_printed():
+    assert run_command("--version").stdout.strip() == "strata-worker " + strata_worker.__version__
+
+
+@pytest.mark.parametrize(
+    "flags, env, named",
+    [
+        (["--port", "http"], {}, "--port"),
+        (["--port", "70000"], {}, "--port"),
+        (["--max-concurrent", "0"], {}, "--max-concurrent"),
+        (["--gpu-slots", "two"], {}, "--gpu-slots"),
+        (["--log-level", "loud"], {}, "--log-level"),
+        ([], {"STRATA_WORKER_DRAIN_SECONDS": "-1"}, "STRATA_WORKER_DRAIN_SECONDS"),
+        ([], {"STRATA_WORKER_MAX_INPUT_BYTES": "2GB"}, "STRATA_WORKER_MAX_INPUT_BYTES"),
+        ([], {"STRATA_NOTEBOOK_HARNESS_ENV_ALLOWLIST": "[1]"}, "STRATA_NOTEBOOK_HARNESS_ENV_ALLOWLIST"),
+    ],
+)
+def test_a_bad_setting_is_refused_at_start_by_name(flags, env, named):
+    done = run_command(*flags, env=env)
+    assert done.returncode == 1
+    assert named in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_flag_wins_over_its_variable():
+    with WorkerProcess("--max-concurrent", "3", STRATA_WORKER_MAX_CONCURRENT="7") as client:
+        assert client.health()["max_concurrent"] == 3
+
+
+def test_a_taken_port_is_one_clear_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run_command("--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1
+    assert "in use" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_missing_sibling_is_one_clear_line(tmp_path):
+    shutil.copy(HERE / "strata_worker.py", tmp_path)
+    done = run_command("--port", "0", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "harness.py" in done.stderr
+
+
+def test_a_missing_h11_is_one_clear_line(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['h11'] = None\n")
+    done = run_command("--port", "0", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "pip install h11" in done.stderr
+
+
+def old_python():
+    found = sorted(Path.home().glob(".pyenv/versions/3.[6-9].*/bin/python"))
+    found += filter(None, map(shutil.which, ("python3.9", "python3.8", "python3.7")))
+    return next((str(path) for path in found if "shims" not in str(path)), None)
+
+
+def test_a_too_old_python_is_one_clear_line():
+    python = old_python()
+    if python is None:
+        pytest.skip("no Python older than 3.10 here")
+    done = run_command("--port", "0", python=python)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "3.10" in done.stderr
+
+
+def test_the_default_host_is_loopback_and_every_address_with_a_token():
+    assert strata_worker.Settings().bind_host == "127.0.0.1"
+    assert strata_worker.Settings(token="secret").bind_host == "0.0.0.0"
+    assert strata_worker.Settings(token="secret", host="127.0.0.1").bind_host == "127.0.0.1"
+
+
+def test_a_non_loopback_bind_without_a_token_is_warned_of():
+    worker = WorkerProcess("--host", "0.0.0.0")
+    with worker:
+        assert "STRATA_WORKER_TOKEN" in worker.log()
+
+
+def test_the_server_process_does_not_import_pyarrow(worker):
+    worker.run("x = 1")
+    maps = Path("/proc/%d/maps" % worker.worker.process.pid)
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    assert "pyarrow" not in maps.read_text()
+
+
+def test_three_files_copied_into_an_empty_folder_are_enough(tmp_path):
+    for name in ("strata_worker.py", "harness.py", "harness.R"):
+        shutil.copy(HERE / name, tmp_path)
+    with WorkerProcess(folder=tmp_path) as client:
+        assert client.run("x = 1").json("x") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_cells_finish_and_exits_0(number):
+    worker = WorkerProcess()
+    with worker as client:
+        with in_background(lambda: client.execute("import time; time.sleep(1); x = 1", build_id="slow")) as answer:
+            eventually(lambda: client.health()["active_executions"], "the cell runs")
+            assert worker.stop(number) == 0
+        assert answer().bundle.json("x") == 1
+
+
+def test_cells_that_outlast_the_drain_are_stopped():
+    worker = WorkerProcess(STRATA_WORKER_DRAIN_SECONDS="0.5")
+    with worker as client:
+        with in_background(lambda: client.execute("import time; time.sleep(60)")) as answer:
+            eventually(lambda: client.health()["active_executions"], "the cell runs")
+            assert worker.stop(timeout=10) == 0
+        assert answer().status == 500
+
+
+def test_a_second_signal_stops_at_once():
+    worker = WorkerProcess(STRATA_WORKER_DRAIN_SECONDS="60")
+    with worker as client:
+        with in_background(lambda: client.execute("import time; time.sleep(60)")):
+            eventually(lambda: client.health()["active_executions"], "the cell runs")
+            worker.process.send_signal(signal.SIGTERM)
+            eventually(lambda: "stopping" in worker.log(), "the drain begins")
+            assert worker.stop(timeout=10) == 0
+
+
+def test_each_run_is_one_line_of_log(worker):
+    worker.run("x = 1", build_id="logged-once")
+    lines = eventually(lambda: [line for line in worker.worker.log().splitlines() if "logged-once" in line], "a line")
+    assert len(lines) == 1
+    assert re.search(r"ok, staging [\d.]+ s, running [\d.]+ s, answering [\d.]+ s, \d+ bytes in, \d+ bytes out", lines[0])
+
+
+@contextlib.contextmanager
+def in_background(call):
+    """Run ``call`` in a thread; gives a function that waits for its result."""
+    box = {}
+
+    def work():
+        try:
+            box["value"] = call()
+        except BaseException as problem:
+            box["problem"] = problem
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def result(timeout=30):
+        thread.join(timeout)
+        assert not thread.is_alive(), "still running"
+        if "problem" in box:
+            raise box["problem"]
+        return box["value"]
+
+    yield result
+    thread.join(30)
+
+
+def test_a_worker_is_embedded_twice_in_one_process_and_several_at_once():
+    def threads():
+        return {thread for thread in threading.enumerate() if thread.name.startswith("strata-")}
+
+    for _ in range(2):
+        with strata_worker.Worker(port=0, preload="") as one, strata_worker.Worker(port=0, preload="") as two:
+            assert one.url != two.url
+            assert Client(one).run("x = 1").json("x") == 1
+            assert Client(two).run("x = 2").json("x") == 2
+        eventually(lambda: not threads(), "its threads end")
+
+
+def test_an_unknown_setting_of_an_embedded_worker_is_a_type_error():
+    with pytest.raises(TypeError, match="prot"):
+        strata_worker.Worker(prot=9000)
+
+
+def test_folders_left_by_a_killed_worker_are_swept_by_the_next(tmp_path):
+    worker = WorkerProcess(STRATA_WORKER_RUN_ROOT=str(tmp_path))
+    with worker as client:
+        with in_background(lambda: pytest.raises(OSError, client.execute, "import time; time.sleep(60)")):
+            eventually(lambda: list(tmp_path.glob("*/run-*")), "a run's folder")
+            worker.process.kill()
+    with WorkerProcess(STRATA_WORKER_RUN_ROOT=str(tmp_path)):
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+# ---------------------------------------------------------------------------------------
+# HTTP: requests as they come, early refusals, limits
+# ---------------------------------------------------------------------------------------
+
+
+def statuses(data):
+    return [int(status) for status in re.findall(rb"HTTP/1.1 (\d{3})", data)]
+
+
+def test_a_connection_is_kept_for_the_next_request(worker):
+    connection = http.client.HTTPConnection("127.0.0.1", worker.port)
+    with contextlib.closing(connection):
+        for _ in range(3):
+            connection.request("GET", "/health")
+            sock = connection.sock
+            assert connection.getresponse().read()
+            assert connection.sock is sock
+
+
+def test_pipelined_requests_are_answered_in_order(worker):
+    answers = worker.exchange(
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n"
+        b"POST /v1/executions/a/cancel HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+        b"PUT /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    )
+    assert statuses(answers) == [200, 404, 200, 405]
+
+
+def test_a_request_that_arrives_byte_by_byte_is_answered(worker):
+    with worker.send(b"") as sock:
+        for byte in b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n":
+            sock.sendall(bytes([byte]))
+        assert statuses(sock.recv(65536)) == [200]
+
+
+def test_head_answers_as_get_without_a_body(worker):
+    answer = worker.request("HEAD", "/health")
+    assert answer.status == 200 and answer.body == b"" and int(answer.headers["Content-Length"]) > 100
+
+
+def test_an_unknown_path_is_404_and_a_wrong_method_405_with_allow(worker):
+    missing = worker.request("GET", "/v2/execute")
+    assert missing.status == 404 and "/v2/execute" in missing.json["detail"]
+    wrong = worker.request("PUT", "/v1/execute")
+    assert wrong.status == 405 and wrong.headers["Allow"] == "POST"
+    assert worker.request("POST", "/health").headers["Allow"] == "GET, HEAD"
+
+
+def test_hints_are_404_on_a_plain_worker(worker):
+    assert worker.request("POST", "/v1/hints", b"{}").status == 404
+
+
+def test_http_1_0_is_answered_and_closed(worker):
+    answer = worker.exchange(b"GET /health HTTP/1.0\r\n\r\n")
+    assert statuses(answer) == [200] and b"Connection: close" in answer
+
+
+@pytest.mark.parametrize(
+    "attack, head",
+    [
+        ("two lengths", b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n"),
+        ("two lengths in one field", b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1, 2\r\n\r\n"),
+        ("both framings", b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"),
+        ("bare line feeds", b"GET /health HTTP/1.1\nHost: x\n\n"),
+        ("one bare line feed", b"GET /health HTTP/1.1\r\nHost: x\nX: y\r\n\r\n"),
+        ("a folded line", b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\r\n b\r\n\r\n"),
+        ("a space before the colon", b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n"),
+        ("no host", b"GET /health HTTP/1.1\r\n\r\n"),
+        ("a NUL in a header", b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\0b\r\n\r\n"),
+        ("a negative length", b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"),
+        ("a signed length", b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: +1\r\n\r\n"),
+        ("not HTTP", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n"),
+    ],
+)
+def test_a_head_that_servers_read_differently_is_400_and_closed(worker, attack, head):
+    answer = worker.exchange(head)
+    assert statuses(answer) == [400], attack
+    assert b'{"detail": ' in answer and b"Connection: close" in answer
+
+
+def test_an_unknown_transfer_coding_is_refused(worker):
+    answer = worker.exchange(b"POST /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n")
+    assert statuses(answer)[0] in (400, 501)
+
+
+def test_a_head_without_end_is_431(worker):
+    with worker.send(b"GET /health HTTP/1.1\r\nHost: x\r\n") as sock:
+        with contextlib.suppress(OSError):
+            for number in range(20_000):
+                sock.sendall(b"X-%d: y\r\n" % number)
+        assert statuses(sock.recv(65536)) == [431]
+
+
+def test_a_chunked_upload_is_the_same_as_one_of_known_length(worker):
+    body, content_type = form_of([("metadata", json.dumps(envelope("x = a", [("a", "json/object")])).encode()), ("a", b"17")])
+    chunks = iter([body[:10], body[10:200], body[200:]])
+    connection = http.client.HTTPConnection("127.0.0.1", worker.port)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/execute", chunks, {"Content-Type": content_type}, encode_chunked=True)
+        assert Answer(connection.getresponse()).bundle.json("x") == 17
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+
+
+def test_a_malformed_chunk_is_400(worker):
+    _, content_type = form_of([])
+    answer = worker.exchange(
+        b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Type: %s\r\n\r\nzz\r\n" % content_type.encode()
+    )
+    assert statuses(answer) == [400]
+
+
+def test_continue_is_sent_when_the_body_is_wanted(worker):
+    body, content_type = form_of([("metadata", json.dumps(envelope("x = 1")).encode())])
+    head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
+    with worker.send(head % (content_type.encode(), len(body))) as sock:
+        assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(body)
+        assert statuses(sock.recv(65536)) == [200]
+
+
+def test_a_refusal_before_the_body_needs_no_continue():
+    with WorkerProcess(STRATA_WORKER_TOKEN="s3cret", STRATA_WORKER_HOST="127.0.0.1") as client:
+        head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 1000000\r\n\r\n"
+        with client.send(head) as sock:
+            assert statuses(sock.recv(65536)) == [401]
+
+
+def test_an_early_refusal_reaches_a_client_that_is_still_sending(worker):
+    connection = http.client.HTTPConnection("127.0.0.1", worker.port, timeout=20)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", "/nothing")
+        connection.putheader("Content-Length", str(2**30))
+        connection.endheaders()
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 2**30:
+                connection.send(b"x" * 65536)
+                sent += 65536
+        answer = connection.getresponse()
+        assert answer.status == 404 and json.loads(answer.read())["detail"]
+        assert sent < 64 * 2**20, "the refused body was read to its end"
+
+
+def test_a_full_worker_refuses_before_the_body(tmp_path):
+    with WorkerProcess("--max-concurrent", "1") as client:
+        with in_background(lambda: client.execute("import time; time.sleep(60)", build_id="holder")) as answer:
+            eventually(lambda: client.health()["active_executions"], "the slot is taken")
+            _, content_type = form_of([])
+            head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: 300000000\r\n\r\n"
+            with client.send(head % content_type.encode()) as sock:
+                refusal = sock.recv(65536)
+            assert statuses(refusal) == [503] and re.search(rb"(?i)retry-after: \d+", refusal)
+            assert client.cancel("holder")["cancelled"]
+            answer()
+        eventually(lambda: client.health()["active_executions"] == 0, "the slot is free")
+        assert client.run("x = 1")
+
+
+def test_a_stalled_body_is_408_and_its_slot_comes_back(pull_worker):
+    _, content_type = form_of([])
+    head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: 1000\r\n\r\n--bound"
+    with pull_worker.send(head % content_type.encode()) as sock:
+        assert statuses(sock.recv(65536)) == [408]
+    eventually(lambda: pull_worker.health()["active_executions"] == 0, "the slot is free")
+
+
+def test_a_client_that_vanishes_in_its_body_leaves_nothing(worker):
+    _, content_type = form_of([])
+    head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: 1000\r\n\r\n--bound"
+    worker.send(head % content_type.encode()).close()
+    eventually(lambda: worker.health()["active_executions"] == 0, "the slot is free")
+
+
+def test_five_hundred_idle_connections_cost_no_threads(worker):
+    status = Path("/proc/%d/status" % worker.worker.process.pid)
+    if not status.exists():
+        pytest.skip("needs /proc")
+
+    def threads():
+        return int(re.search(r"Threads:\s*(\d+)", status.read_text()).group(1))
+
+    before = threads()
+    with contextlib.ExitStack() as stack:
+        for number in range(500):
+            stack.enter_context(worker.send(b"GET /health HT" if number % 2 else b""))
+        assert worker.health()["status"] == "healthy"
+        assert threads() <= before + 4
+        assert worker.run("x = 1")
+
+
+# ---------------------------------------------------------------------------------------
+# Multipart: the form parser, one byte at a time
+# ---------------------------------------------------------------------------------------
+
+
+def parse_form(body, boundary=b"B", pieces=None):
+    """Parts of a form as [(name, filename, content)], fed in pieces of the given sizes."""
+    parser = strata_worker.MultipartParser(boundary)
+    found = []
+    for piece in cut(body, pieces or [len(body)]):
+        for event in parser.feed(piece):
+            if isinstance(event, strata_worker.Part):
+                found.append([event.name, event.filename, b""])
+            else:
+                found[-1][2] += event
+    parser.close()
+    return [tuple(part) for part in found]
+
+
+def cut(data, sizes):
+    position = 0
+    while position < len(data):
+        for size in sizes:
+            yield data[position : position + size]
+            position += size
+
+
+FORM = (
+    b"a preamble\r\nof two lines\r\n"
+    b'--B\r\nContent-Disposition: form-data; name="one"; filename="o.bin"\r\nContent-Type: text/plain\r\n\r\nfirst\r\n'
+    b'--B  \t\r\ncontent-disposition:form-data;name=two\r\n\r\n\r\n'
+    b'--B\r\nContent-Disposition: form-data; name="three"\r\n\r\n--B in the line\r\n--Bx\r\n-\r\n--\r\n'
+    b"--B--\r\nan epilogue --B\r\n"
+)
+FORM_PARTS = [("one", "o.bin", b"first"), ("two", None, b""), ("three", None, b"--B in the line\r\n--Bx\r\n-\r\n--")]
+
+
+def test_a_form_is_parsed_however_it_is_cut():
+    for size in range(1, len(FORM) + 1):
+        assert parse_form(FORM, pieces=[size]) == FORM_PARTS
+
+
+def test_a_form_is_parsed_when_split_at_every_byte():
+    for at in range(1, len(FORM)):
+        assert parse_form(FORM, pieces=[at, len(FORM)]) == FORM_PARTS
+
+
+@given(
+    parts=st.lists(st.tuples(st.text(st.characters(codec="utf-8", exclude_characters='"\\\r\n\0'), min_size=1), st.binary())),
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5),
+)
+def test_any_form_comes_back_part_by_part(parts, sizes):
+    body, _ = form_of(parts, "a-boundary-that-random-bytes-do-not-hold")
+    found = parse_form(body, b"a-boundary-that-random-bytes-do-not-hold", sizes)
+    assert [(name, content) for name, _, content in found] == parts
+
+
+@given(st.lists(st.sampled_from([b"\r\n", b"--B", b"--", b"\r", b"\n", b"-", b"B", b" ", b"x"]), max_size=40), st.integers(1, 7))
+def test_content_made_of_pieces_of_delimiters_comes_back(pieces, size):
+    content = b"".join(pieces)
+    if re.search(rb"(^|\r\n)--B(--|[ \t]*\r\n|[ \t]*$)", content + b"\r\n"):
+        return  # that is a delimiter
+    body = b'--B\r\nContent-Disposition: form-data; name="n"\r\n\r\n' + content + b"\r\n--B--"
+    assert parse_form(body, pieces=[size]) == [("n", None, content)]
+
+
+@given(st.binary(max_size=300), st.integers(1, 9))
+def test_no_bytes_make_the_form_parser_fail_but_by_400(data, size):
+    try:
+        parse_form(b"--B\r\n" + data, pieces=[size])
+    except strata_worker.WorkerError as error:
+        assert error.status == 400
+
+
+def test_names_travel_as_raw_utf_8_and_as_rfc_8187():
+    body = (
+        '--B\r\nContent-Disposition: form-data; name="Žluť-26925fcf.json"; filename="a"\r\n\r\n1\r\n'
+        "--B\r\nContent-Disposition: form-data; name=n; filename=\"x\"; filename*=UTF-8''%e2%82%ac.csv\r\n\r\n2\r\n--B--"
+    ).encode()
+    assert parse_form(body) == [("Žluť-26925fcf.json", "a", b"1"), ("n", "€.csv", b"2")]
+
+
+def test_a_quoted_boundary_is_taken_without_its_quotes():
+    assert strata_worker.form_boundary('multipart/form-data; boundary="a b:c"') == b"a b:c"
+    for bad in (None, "text/plain", "multipart/form-data", 'multipart/form-data; boundary="' + "x" * 71 + '"'):
+        with pytest.raises(strata_worker.WorkerError):
+            strata_worker.form_boundary(bad)
+
+
+def form_refused(body, boundary=b"B"):
+    with pytest.raises(strata_worker.WorkerError) as caught:
+        parse_form(body, boundary)
+    assert caught.value.status == 400
+    return caught.value.message
+
+
+def test_a_form_without_its_final_boundary_is_400():
+    assert "final boundary" in form_refused(FORM[: FORM.index(b"--B--")])
+
+
+def test_part_headers_that_are_too_large_are_400():
+    assert "headers" in form_refused(b"--B\r\nX: " + b"y" * 20_000)
+
+
+def test_too_many_parts_are_400():
+    part = b'--B\r\nContent-Disposition: form-data; name="n"\r\n\r\n\r\n'
+    assert "parts" in form_refused(part * (strata_worker.MAX_PARTS + 1) + b"--B--")
+
+
+def test_a_part_without_a_name_is_400():
+    assert "name" in form_refused(b"--B\r\nContent-Type: text/plain\r\n\r\nx\r\n--B--")
+
+
+def test_a_metadata_part_that_is_too_large_is_400(worker):
+    body, content_type = form_of([("metadata", b" " * (strata_worker.MAX_METADATA + 1))])
+    connection = http.client.HTTPConnection("127.0.0.1", worker.port, timeout=30)
+    with contextlib.closing(connection):
+        with contextlib.suppress(OSError):
+            connection.request("POST", "/v1/execute", body, {"Content-Type": content_type})
+        answer = Answer(connection.getresponse())
+    assert answer.status == 400 and "metadata" in answer.json["detail"]
+
+
+# ---------------------------------------------------------------------------------------
+# Health: what the worker says of itself
+# ---------------------------------------------------------------------------------------
+
+
+def test_health_has_every_field_of_the_protocol(worker):
+    health = worker.health()
+    assert health["status"] == "healthy"
+    assert health["capabilities"]["protocol_versions"] == ["v1"]
+    assert health["capabilities"]["transform_refs"] == ["notebook_cell@v1"]
+    features = health["capabilities"]["features"]
+    assert features["notebook_protocol_version"] == "notebook-cell-v1"
+    assert features["output_format"] == "notebook-output-bundle@v1"
+    assert features["cancel"] is True
+    assert features["languages"][0] == "python"
+    assert health["version"] == strata_worker.__version__
+    assert health["uptime_seconds"] > 0
+    for absent in ("launch_id", "max_concurrent", "gpu_slots", "free_gpu_slots"):
+        assert health[absent] is None
+    assert health["active_executions"] == 0
+    assert health["hardware"]["cpus"] >= 1 and health["hardware"]["memory_mb"] > 100
+
+
+def test_health_counts_slots_and_names_its_launch():
+    with WorkerProcess("--max-concurrent", "4", "--gpu-slots", "2", STRATA_WORKER_LAUNCH_ID="abc") as client:
+        with in_background(lambda: client.execute("import time; time.sleep(60)", build_id="b")):
+            eventually(lambda: client.health()["active_executions"], "the cell runs")
+            health = client.health()
+            assert health["launch_id"] == "abc"
+            assert (health["max_concurrent"], health["gpu_slots"], health["free_gpu_slots"]) == (4, 2, 1)
+            client.cancel("b")
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+  *query-gpu*) echo 'NVIDIA A100-SXM4-80GB, 81920, 535.104.05' ;;
+  *) echo '| NVIDIA-SMI 535.104.05   Driver Version: 535.104.05   CUDA Version: 12.2     |' ;;
+esac
+"""
+
+
+def test_health_reports_what_nvidia_smi_says(tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    with WorkerProcess(PATH="%s:%s" % (tmp_path, os.environ["PATH"])) as client:
+        hardware = eventually(lambda: "cuda" in client.health()["hardware"] and client.health()["hardware"], "the probe ends")
+    assert hardware["accelerators"] == [{"name": "NVIDIA A100-SXM4-80GB", "memory_mb": 81920, "driver": "535.104.05"}]
+    assert hardware["cuda"] == "12.2"
+
+
+def test_a_slow_probe_does_not_make_health_slow(tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 20\n")
+    program.chmod(0o755)
+    with WorkerProcess(PATH="%s:%s" % (tmp_path, os.environ["PATH"])) as client:
+        assert "accelerators" not in client.request("GET", "/health", timeout=5).json["hardware"]
+
+
+# ---------------------------------------------------------------------------------------
+# Secrets: the token, and what a cell can find
+# ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    worker = WorkerProcess(
+        STRATA_WORKER_TOKEN="token-of-the-test", STRATA_WORKER_HOST="127.0.0.1",
+        STRATA_WORKER_CONNECT_TOKEN="connect-of-the-test", STRATA_NOTEBOOK_CREDENTIALS='{"c": {"key": "storage-of-the-test"}}',
+        STRATA_NOTEBOOK_MOUNT_CREDENTIALS='{"s3": "mounts-of-the-test"}', HARMLESS="yes",
+    )
+    with worker:
+        yield Client(worker, "token-of-the-test")
+
+
+@pytest.mark.parametrize(
+    "header, detail",
+    [
+        (None, "Missing or malformed Authorization header (expected Bearer token)"),
+        ("Basic dG9rZW4=", "Missing or malformed Authorization header (expected Bearer token)"),
+        ("Bearer ", "Missing or malformed Authorization header (expected Bearer token)"),
+        ("Bearer wrong", "Invalid worker token"),
+        ("Bearer t\u00f6ken", "Invalid worker token"),
+    ],
+)
+def test_a_request_without_the_token_is_401(guarded, header, detail):
+    headers = {} if header is None else {"Authorization": header}
+    for path in ("/v1/execute", "/v1/execute-manifest", "/execute", "/v1/executions/x/cancel"):
+        answer = Client(guarded.worker).request("POST", path, b"", headers)
+        assert answer.status == 401 and answer.json == {"detail": detail}
+
+
+def test_health_is_open_and_the_token_opens_the_rest(guarded):
+    assert Client(guarded.worker).health()["status"] == "healthy"
+    assert guarded.run("x = 1").json("x") == 1
+
+
+SEARCH = """
+import glob, os
+found = []
+for path in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline"):
+    try:
+        content = open(path, "rb").read()
+    except OSError:
+        continue
+    if os.getppid() == int(path.split("/")[2]) or b"strata_worker" in content or b"harness" in content:
+        found += [path for secret in (b"%s") if secret in content]
+own = [name for name, value in os.environ.items() if "of-the-test" in value]
+"""
+
+
+def test_a_cell_finds_no_secret_in_environments_or_command_lines(guarded):
+    secrets = [b"token-of-the-test", b"connect-of-the-test", b"storage-of-the-test", b"mounts-of-the-test"]
+    source = SEARCH.replace('(b"%s")', repr(secrets)) + "import os\nharmless = os.environ['HARMLESS']\nworker = %d\n" % guarded.worker.process.pid
+    source += "environ = open('/proc/%d/environ', 'rb').read().replace(b'\\0', b'\\n').decode()\n" % guarded.worker.process.pid if os.getuid() == 0 else ""
+    bundle = guarded.run(source)
+    assert bundle.json("own") == [] and bundle.json("found") == []
+    assert bundle.json("harmless") == "yes"
+    if os.getuid() == 0:  # root reads the block itself: it is zeroed
+        assert "of-the-test" not in bundle.json("environ") and "HARMLESS" in bundle.json("environ")
+
+
+def test_the_worker_is_undumpable(guarded):
+    """So that its /proc/<pid>/mem is closed to other processes of its user."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("needs Linux")
+    if os.getuid() != 0:
+        with pytest.raises(PermissionError):
+            open("/proc/%d/mem" % guarded.worker.process.pid, "rb")
+        return
+    # Root may look anyway; it shows by the owner, which is no longer the process's user.
+    command = "import os, sys; os.setuid(65534); open('/proc/%d/environ', 'rb')" % guarded.worker.process.pid
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert "PermissionError" in done.stderr
+
+
+def test_a_parent_that_holds_the_token_is_warned_of(tmp_path):
+    log = tmp_path / "log"
+    script = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, sys.executable, str(HERE / "strata_worker.py"), "--port", "0"],
+        env={**os.environ, "STRATA_WORKER_TOKEN": "t", "STRATA_WORKER_HOST": "127.0.0.1"}, stderr=open(log, "w"),
+    )
+    try:
+        eventually(lambda: "listening" in log.read_text(), "the worker listens")
+        assert "STRATA_WORKER_TOKEN is also in the environment of the parent process (pid %d)" % parent.pid in log.read_text()
+    finally:
+        for pid, command in processes_of(parent.pid):
+            if "strata_worker.py" in " ".join(command):
+                os.kill(pid, signal.SIGTERM)
+        parent.wait(20)
+
+
+def test_the_allowlist_narrows_what_a_cell_sees():
+    with WorkerProcess(
+        STRATA_NOTEBOOK_HARNESS_ENV_ALLOWLIST="MODEL_*,EXACT,STRATA_WORKER_LAUNCH_ID,STRATA_*,S*",
+        MODEL_PATH="/m", EXACT="1", EXACTLY="2", SOME="3", STRATA_OTHER="4", STRATA_WORKER_LAUNCH_ID="5",
+    ) as client:
+        seen = client.run("import os\nseen = dict(os.environ)", env={"MINE": "6"}).json("seen")
+    assert seen["MODEL_PATH"] == "/m" and seen["EXACT"] == "1" and seen["MINE"] == "6" and seen["SOME"] == "3"
+    assert "EXACTLY" not in seen and "STRATA_OTHER" not in seen
+    assert seen["STRATA_WORKER_LAUNCH_ID"] == "5"
+    assert "PATH" in seen and "HOME" in seen
+
+
+@pytest.mark.parametrize("text", ["A,B*", '["A", "B*"]', " A , B* ,"])
+def test_an_allowlist_is_a_comma_list_or_json(text):
+    assert strata_worker.name_list(text) == ("A", "B*")
+
+
+# ---------------------------------------------------------------------------------------
+# Execute: the push model
+# ---------------------------------------------------------------------------------------
+
+
+def test_a_cell_comes_back_as_a_bundle(worker):
+    answer = worker.execute("x = 1\nprint('out')\n_written = __import__('os').write(2, b'err\\n')")
+    assert answer.headers["Content-Type"] == "application/x-tar"
+    assert answer.headers["X-Strata-Executor-Protocol"] == "v1"
+    assert answer.headers["X-Strata-Notebook-Executor-Protocol"] == "notebook-cell-v1"
+    bundle = answer.bundle
+    assert sorted(bundle.names) == ["files/x.json", "manifest.json", "stderr.txt", "stdout.txt"]
+    assert (bundle.stdout, bundle.stderr) == ("out\n", "err\n")
+    manifest = bundle.manifest
+    assert manifest["schema_version"] == "notebook-output-bundle@v1"
+    assert manifest["success"] is True
+    assert manifest["variables"]["x"]["file"] == "files/x.json"
+    assert (manifest["stdout_file"], manifest["stderr_file"]) == ("stdout.txt", "stderr.txt")
+    assert manifest["displays"] == [] and manifest["mutation_warnings"] == []
+    assert manifest["error"] is None and manifest["traceback"] is None
+    assert manifest["hardware"]["cpus"] >= 1
+    assert re.match(r"cpython-3\.\d+-", manifest["build_env"])
+
+
+def test_inputs_are_found_by_variable_name_and_by_recorded_file_name(worker):
+    metadata = envelope("z = [x, y]")
+    metadata["inputs"] = [
+        {"name": "x", "format": "json/object", "file": "recorded.json"},
+        {"name": "y", "format": "json/object"},
+    ]
+    for parts in ([("recorded.json", b"1"), ("y", b"2")], [("y.json", b"2"), ("x", b"1"), ("recorded.json", b"3")]):
+        assert worker.form("/v1/execute", metadata, parts).bundle.json("z") == [1, 2]
+
+
+def test_parts_come_in_any_order_and_the_last_of_a_name_counts(worker):
+    body, content_type = form_of([("a", b"1"), ("a", b"2"), ("metadata", json.dumps(envelope("x = a", [("a", "json/object")])).encode()), ("unused", b"")])
+    assert worker.request("POST", "/v1/execute", body, {"Content-Type": content_type}).bundle.json("x") == 2
+
+
+def test_the_flatter_envelope_of_notebook_execute_runs_a_cell(worker):
+    metadata = {
+        "protocol_version": "notebook-cell-v1", "source": "y = x + 1", "timeout_seconds": 30,
+        "inputs": {"x": {"content_type": "json/object", "file": "x.json"}}, "mounts": [], "env": {},
+    }
+    assert worker.form("/v1/notebook-execute", metadata, [("x", b"41")]).bundle.json("y") == 42
+
+
+def test_env_reaches_the_cell_and_unknown_fields_are_ignored(worker):
+    metadata = envelope("import os\nx = os.environ['MODEL_PATH']", env={"MODEL_PATH": "/m/ü"}, unknown=[1])
+    metadata.update(tenant=None, origin="run", provenance_hash="x")
+    assert worker.form("/v1/execute", metadata).bundle.json("x") == "/m/ü"
+
+
+def test_tables_are_bound_with_their_snapshot(worker):
+    bundle = worker.run("pair = [t, t_snapshot]", tables={"t": {"uri": "cat://a.b", "snapshot_id": 7}})
+    assert bundle.json("pair") == ["cat://a.b", 7]
+
+
+def test_an_input_changed_in_place_comes_back_when_it_is_named(worker):
+    inputs = [("a", "json/object", b"[1]")]
+    assert worker.run("a.append(2)", inputs, mutation_defines=["a"]).json("a") == [1, 2]
+    assert "a" not in worker.run("a.append(2)", inputs).manifest["variables"]
+
+
+def test_a_fetched_file_is_a_path_with_its_name(worker):
+    metadata = envelope("text = data.read_text(); name = data.name")
+    metadata["inputs"] = [{"name": "data", "format": "file/path", "file": "table.csv"}]
+    bundle = worker.form("/v1/execute", metadata, [("table.csv", b"a,b\n")]).bundle
+    assert bundle.json("text") == "a,b\n" and bundle.json("name") == "table.csv"
+
+
+def test_only_the_last_component_of_a_file_name_is_used(worker):
+    metadata = envelope("name = data.name; inside = 'inputs' in data.parts")
+    metadata["inputs"] = [{"name": "data", "format": "file/path", "file": "../../../etc/evil.csv"}]
+    bundle = worker.form("/v1/execute", metadata, [("data", b"1")]).bundle
+    assert bundle.json("name") == "evil.csv" and bundle.json("inside") is True
+
+
+def test_a_cell_that_raises_answers_200_with_its_error(worker):
+    bundle = worker.execute("x = 1\nprint('before')\nraise ValueError('bad value')").bundle
+    assert bundle.manifest["success"] is False
+    assert bundle.manifest["error"] == "ValueError: bad value"
+    assert "raise ValueError('bad value')" in bundle.manifest["traceback"]
+    assert "harness" not in bundle.manifest["traceback"]
+    assert bundle.stdout == "before\n"
+
+
+def test_the_cell_runs_in_an_empty_folder_of_its_own(worker):
+    assert worker.run("import os\nfiles = os.listdir(); open('left', 'w').close()").json("files") == []
+    assert worker.run("import os\nfiles = os.listdir()").json("files") == []
+
+
+CONSOLE = """
+import ctypes, os, subprocess, sys
+print("python")
+os.write(1, b"descriptor\\n")
+subprocess.run(["echo", "child"])
+libc = ctypes.CDLL(None)
+libc.puts(b"c library")
+libc.fflush(None)
+os.write(1, b"invalid \\xff\\n")
+sys.stdout.buffer.write(b"buffer\\n")
+print("end")
+"""
+
+
+def test_the_console_holds_all_that_was_written_in_order(worker):
+    assert worker.run(CONSOLE).stdout == "python\ndescriptor\nchild\nc library\ninvalid \ufffd\nbuffer\nend\n"
+
+
+def test_a_background_child_that_keeps_the_console_open_does_not_hang_the_run(worker):
+    source = "import subprocess\nchild = subprocess.Popen(['sleep', '60']).pid"
+    began = time.monotonic()
+    child = worker.run(source).json("child")
+    assert time.monotonic() - began < 20
+    eventually(lambda: not running(child), "the child is gone", 2)
+
+
+def running(pid):
+    try:
+        return Path("/proc/%d/stat" % pid).read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "change, detail",
+    [
+        ({"protocol_version": "v2"}, "protocol_version"),
+        ({"protocol_version": None}, "protocol_version"),
+        ({"transform": {"ref": "scan@v1", "params": {"source": ""}}}, "scan@v1"),
+        ({"transform": "x"}, "transform"),
+        ({"inputs": {"a": 1}}, "inputs"),
+        ({"inputs": [1]}, "inputs"),
+        ({"inputs": [{"format": "json/object"}]}, "name"),
+        ({"inputs": [{"name": "a"}]}, "'a'"),
+        ({"inputs": [{"name": "a", "format": "json/object", "file": ".."}]}, "'a'"),
+        ({"inputs": [{"name": "a", "format": "json/object"}] * 2}, "'a'"),
+        ({"inputs": [{"name": "missing", "format": "json/object"}]}, "'missing'"),
+        ({"build_id": 7}, "build_id"),
+    ],
+)
+def test_a_bad_envelope_is_400_by_name(worker, change, detail):
+    answer = worker.form("/v1/execute", {**envelope("x = 1"), **change}, [("a", b"1")])
+    assert answer.status == 400 and detail in answer.json["detail"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"timeout_seconds": 0}, {"timeout_seconds": -1}, {"timeout_seconds": "5"}, {"timeout_seconds": True},
+        {"timeout_seconds": float("nan")}, {"timeout_seconds": float("inf")}, {"source": None}, {"env": {"A": 1}},
+        {"env": {"A=B": "1"}}, {"env": {"A": "x\0"}}, {"env": []}, {"mutation_defines": "a"}, {"tables": []}, {"mounts": {}},
+        {"mounts": [{"name": "m", "uri": "file:///etc"}]}, {"environment": "x"},
+    ],
+)
+def test_a_bad_parameter_is_400_by_name(worker, params):
+    answer = worker.form("/v1/execute", envelope(**{"source": "x = 1", **params}))
+    assert answer.status == 400 and next(iter(params)).rstrip("s")[:5] in answer.json["detail"].lower()
+
+
+def test_an_unknown_language_is_400_in_the_failure_shape(worker):
+    answer = worker.execute("x", language="julia")
+    assert answer.status == 400
+    assert answer.json["success"] is False and "julia" in answer.json["error"]
+
+
+def test_r_without_rscript_is_500_by_name(tmp_path):
+    for program in ("python3", "env", "sh"):
+        os.symlink(shutil.which(program), tmp_path / program)
+    with WorkerProcess(PATH=str(tmp_path)) as client:
+        assert client.health()["capabilities"]["features"]["languages"] == ["python"]
+        answer = client.execute("x <- 1", language="r")
+    assert answer.status == 500 and answer.json == {"success": False, "error": "Rscript is not installed on this worker"}
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_metadata_that_is_no_object_is_400(worker, body):
+    form, content_type = form_of([("metadata", body)])
+    assert worker.request("POST", "/v1/execute", form, {"Content-Type": content_type}).status == 400
+
+
+def test_a_form_without_metadata_and_no_form_at_all_are_400(worker):
+    form, content_type = form_of([("a", b"1")])
+    assert "metadata" in worker.request("POST", "/v1/execute", form, {"Content-Type": content_type}).json["detail"]
+    assert "multipart" in worker.request("POST", "/v1/execute", b"{}", {"Content-Type": "application/json"}).json["detail"]
+
+
+def test_a_protocol_header_of_another_version_is_400(worker):
+    body, content_type = form_of([("metadata", json.dumps(envelope("x = 1")).encode())])
+    answer = worker.request("POST", "/v1/execute", body, {"Content-Type": content_type, "X-Strata-Executor-Protocol": "v2"})
+    assert answer.status == 400 and "v2" in answer.json["detail"]
+
+
+def test_a_gpu_slot_sets_cuda_visible_devices_over_the_callers(tmp_path):
+    source = "import os\ngpu = os.environ['CUDA_VISIBLE_DEVICES']"
+    with WorkerProcess("--gpu-slots", "1") as client:
+        assert client.run(source, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3"}).json("gpu") == "0"
+    with WorkerProcess("--gpu-slots", "1", CUDA_VISIBLE_DEVICES="3,5") as client:
+        with in_background(lambda: client.execute("import time; time.sleep(60)", build_id="b")):
+            eventually(lambda: client.health()["free_gpu_slots"] == 0, "the GPU is taken")
+            refused = client.execute("x = 1")
+            assert refused.status == 503 and "GPU" in refused.json["detail"] and refused.headers["Retry-After"]
+            client.cancel("b")
+        eventually(lambda: client.health()["free_gpu_slots"] == 1, "the GPU is free")
+        assert client.run(source).json("gpu") == "3"
+
+
+def test_a_large_input_and_output_pass_in_flat_memory(worker):
+    size = 256 * 2**20
+    before = resident(worker.worker.process.pid)
+    bundle = worker.execute(
+        "size = data.stat().st_size\nwith open(data, 'rb') as f: first = list(f.read(3))\nblob = bytes(%d)" % (size // 2),
+        [("data", "file/path", b"abc" + bytes(size))], timeout=120,
+    ).bundle
+    assert bundle.json("size") == size + 3 and bundle.json("first") == [97, 98, 99]
+    assert bundle.manifest["variables"]["blob"]["bytes"] >= size // 2
+    assert peak(worker.worker.process.pid) - before < 32 * 2**20
+
+
+def status_field(pid, name):
+    path = Path("/proc/%d/status" % pid)
+    if not path.exists():
+        pytest.skip("needs /proc")
+    return int(re.search(name + r":\s*(\d+) kB", path.read_text()).group(1)) * 1024
+
+
+def resident(pid):
+    """What a process holds now; its peak starts over from there."""
+    size = status_field(pid, "VmRSS")
+    Path("/proc/%d/clear_refs" % pid).write_text("5")
+    return size
+
+
+def peak(pid):
+    return status_field(pid, "VmHWM")
+
+
+# ---------------------------------------------------------------------------------------
+# Stopping: timeouts, cancels, crashes
+# ---------------------------------------------------------------------------------------
+
+
+def test_a_timeout_is_408_with_the_end_of_the_console_and_leaves_no_process(worker):
+    source = "import os, subprocess, sys, time\nprint('started', os.getpid(), subprocess.Popen(['sleep', '60']).pid)\ntime.sleep(60)"
+    answer = worker.execute(source, timeout_seconds=1)
+    assert answer.status == 408 and answer.json["success"] is False
+    assert "timeout of 1 second" in answer.json["error"]
+    cell, child = map(int, re.search(r"started (\d+) (\d+)", answer.json["error"]).groups())
+    assert not running(cell) and not running(child)
+
+
+@pytest.mark.parametrize(
+    "source, ending",
+    [
+        ("import os; os.abort()", "SIGABRT"),
+        ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("import os; os._exit(3)", "code 3"),
+        ("import os; os._exit(0)", "code 0"),
+    ],
+)
+def test_a_crash_is_500_that_says_how_with_the_end_of_stderr(worker, source, ending):
+    answer = worker.execute("import sys\nprint('last words', file=sys.stderr)\n" + source)
+    assert answer.status == 500 and answer.json["success"] is False
+    assert ending in answer.json["error"] and "last words" in answer.json["error"]
+    assert worker.run("x = 1").json("x") == 1
+
+
+def test_sys_exit_ends_the_cell_as_an_error_that_says_so(worker):
+    bundle = worker.execute("import sys\nprint('kept')\nsys.exit(3)").bundle
+    assert bundle.manifest["success"] is False and "SystemExit" in bundle.manifest["error"]
+    assert bundle.stdout == "kept\n"
+
+
+def test_a_cancelled_running_cell_is_500_that_says_so(worker):
+    with in_background(lambda: worker.execute("import time\nprint('on', flush=True)\ntime.sleep(60)", build_id="to/cancel")) as answer:
+        eventually(lambda: worker.cancel("to/cancel")["cancelled"], "the cell runs")
+        refused = answer(10)
+    assert refused.status in (409, 500) and "cancelled" in refused.json["error"]
+    assert worker.cancel("to/cancel") == {"build_id": "to/cancel", "cancelled": False}
+
+
+def test_a_cancel_while_inputs_come_in_is_409(worker):
+    body, content_type = form_of([("metadata", json.dumps(envelope("x = 1", build_id="staging")).encode()), ("a", b"x" * 100)])
+    # The id is known once metadata is read, and that comes with the rest: cancel by hanging the last bytes back.
+    head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
+    with worker.send(head % (content_type.encode(), len(body)) + body[:-40]) as sock:
+        eventually(lambda: worker.cancel("staging")["cancelled"], "the id is known")
+        sock.sendall(body[-40:])
+        assert statuses(sock.recv(65536)) == [409]
+
+
+def test_a_result_full_of_garbage_is_500(worker):
+    source = "import os\nopen('../result.json', 'w').write('{garbage'); os._exit(0)"
+    answer = worker.execute(source)
+    assert answer.status == 500 and "result" in answer.json["error"]
+
+
+def test_a_link_under_a_variables_file_name_is_not_followed(worker):
+    source = (
+        "import json, os\nos.symlink('/etc/passwd', '../outputs/x.json')\n"
+        "entry = {'content_type': 'json/object', 'file': 'x.json'}\n"
+        "json.dump({'success': True, 'variables': {'x': entry, 'y': dict(entry, file='../manifest.json')},"
+        " 'displays': [], 'mutation_warnings': []}, open('../result.json', 'w'))\nos._exit(0)"
+    )
+    bundle = worker.execute(source).bundle
+    assert bundle.names == ["manifest.json", "stdout.txt", "stderr.txt"]
+    assert all("error" in entry for entry in bundle.manifest["variables"].values())
+
+
+def test_folders_without_permissions_are_deleted(worker, tmp_path):
+    with WorkerProcess(STRATA_WORKER_RUN_ROOT=str(tmp_path)) as client:
+        client.run("import os\nos.makedirs('a/b/c'); open('a/b/f', 'w').close(); os.chmod('a/b', 0); os.chmod('a', 0)")
+        eventually(lambda: not list(tmp_path.glob("*/run-*")), "the folder is gone")
+
+
+def test_a_cell_that_deletes_its_folder_keeps_its_console(worker):
+    answer = worker.execute("import os, shutil\nprint('before the end', flush=True)\nshutil.rmtree(os.path.dirname(os.getcwd()))")
+    if answer.status == 200:
+        assert answer.bundle.stdout == "before the end\n"
+    else:
+        assert answer.status == 500 and "before the end" in answer.json["error"]
+
+
+# ---------------------------------------------------------------------------------------
+# Pull: signed URLs, retries, the live console
+# ---------------------------------------------------------------------------------------
+
+
+class Peer:
+    """A server of signed URLs on a real port. ``faults`` are played before each honest answer.
+
+    A fault is ``{"status", "headers", "body", "cut", "stall", "reset"}`` for one request to a
+    path; everything received is kept in ``requests`` as (method, path, headers, body).
+    """
+
+    def __init__(self):
+        peer = self
+        self.blobs, self.faults, self.requests = {}, {}, []
+        self.ranges = False
+        self.gate = threading.Event()  # set to let stalled answers go
+        self.lock = threading.Lock()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                peer.handle(self)
+
+            do_POST = do_PUT = do_GET
+
+            def log_message(self, *arguments):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = "http://127.0.0.1:%d" % self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self):
+        self.gate.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+    def handle(self, handler):
+        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        path = handler.path.partition("?")[0]
+        with self.lock:
+            self.requests.append((handler.command, handler.path, handler.headers, body))
+            faults = self.faults.get(path)
+            fault = faults.pop(0) if faults else {}
+        handler.close_connection = True
+        if fault.get("reset"):
+            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            handler.connection.close()
+            return
+        if fault.get("stall"):
+            self.gate.wait(60)
+        with contextlib.suppress(OSError):
+            self.respond(handler, path, fault)
+
+    def respond(self, handler, path, fault):
+        status, body = (200, self.blobs[path]) if handler.command == "GET" else (200, b'{"done": true}')
+        headers = {}
+        if self.ranges and handler.command == "GET":
+            headers = {"Accept-Ranges": "bytes", "ETag": '"v1"'}
+            start = re.match(r"bytes=(\d+)-", handler.headers.get("Range", ""))
+            if start:
+                status, body = 206, body[int(start.group(1)) :]
+                headers["Content-Range"] = "bytes %s-%d/*" % (start.group(1), len(self.blobs[path]) - 1)
+        status, body = fault.get("status", status), fault.get("body", body)
+        handler.send_response(status)
+        for name, value in {**headers, **fault.get("headers", {})}.items():
+            handler.send_header(name, value)
+        if not fault.get("undeclared"):
+            handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body[: fault.get("cut", len(body))])
+
+    def paths(self, prefix=""):
+        return [path for _, path, _, _ in self.requests if path.startswith(prefix)]
+
+    def bundle(self):
+        return Bundle(next(body for _, path, _, body in self.requests if path.startswith("/upload")))
+
+    def manifest(self, source, inputs=(), build_id="pulled", **changes):
+        """A pull manifest whose inputs, (name, content type, bytes), are served here."""
+        specs, urls = {}, []
+        for number, (name, content_type, data) in enumerate(inputs):
+            self.blobs["/in/%d" % number] = data
+            specs[name] = {"uri": "strata://artifact/a/%d@v=3" % number, "content_type": content_type}
+            urls.append({"artifact_id": "a/%d" % number, "version": 3, "url": "%s/in/%d?signature=s3cret" % (self.url, number)})
+        params = {"source": source, "timeout_seconds": 30, "input_specs": specs, "mounts": [], "env": {}, "_dispatch_mode": "signed"}
+        return {
+            "build_id": build_id,
+            "metadata": {"build_id": build_id, "executor_ref": "notebook_cell@v1", "params": {**params, **changes.pop("params", {})}, **changes.pop("metadata", {})},
+            "inputs": urls,
+            "output": {"url": self.url + "/upload?signature=s3cret", "max_bytes": 2**30, "method": "POST", **changes.pop("output", {})},
+            "finalize_url": self.url + "/finalize?signature=s3cret",
+            "log_url": "",
+            **changes,
+        }
+
+
+@pytest.fixture
+def peer():
+    with contextlib.closing(Peer()) as peer:
+        yield peer
+
+
+def test_a_manifest_runs_a_cell_from_its_urls_to_its_urls(pull_worker, peer):
+    manifest = peer.manifest("y = x + z", [("x", "json/object", b"40"), ("z", "json/object", b"2")])
+    answer = pull_worker.manifest(manifest)
+    bundle = peer.bundle()
+    assert answer.status == 200
+    assert answer.json == {
+        "success": True, "build_id": "pulled", "protocol_version": "notebook-build-manifest@v1",
+        "byte_size": len(peer.requests[-2][3]), "finalize": {"done": True},
+    }
+    assert bundle.json("y") == 42
+    method, path, headers, body = peer.requests[-1]
+    assert (method, path) == ("POST", "/finalize?signature=s3cret")
+    assert json.loads(body) == {"output_format": "notebook-output-bundle@v1"}
+    assert peer.requests[-2][2]["Content-Type"] == "application/x-tar"
+
+
+def test_execute_is_the_same_without_a_content_type(pull_worker, peer):
+    answer = pull_worker.request("POST", "/execute", json.dumps(peer.manifest("x = 1")).encode(), {"Content-Type": ""})
+    assert answer.status == 200 and peer.bundle().json("x") == 1
+
+
+def test_a_cell_that_raises_is_delivered_like_any_other(pull_worker, peer):
+    assert pull_worker.manifest(peer.manifest("1 / 0")).status == 200
+    assert peer.bundle().manifest["error"].startswith("ZeroDivisionError")
+
+
+def test_injected_values_of_an_input_are_fetched_too(pull_worker, peer):
+    module = {"module_name": "cell-a", "symbol_name": "scale", "source": "def scale(x):\n    return x * rate\n"}
+    manifest = peer.manifest("y = scale(4)", [("scale", "module/cell", json.dumps(module).encode()), ("rate", "json/object", b"3")])
+    specs = manifest["metadata"]["params"]["input_specs"]
+    specs["scale"]["injected"] = {"rate": specs.pop("rate")}
+    assert pull_worker.manifest(manifest).status == 200
+    assert peer.bundle().json("y") == 12
+
+
+def test_a_presigned_form_has_its_fields_in_order_and_the_file_last(pull_worker, peer):
+    fields = {"key": "builds/ü/bundle", "policy": "cG9saWN5", "x-amz-signature": "s", 'odd"name': "v"}
+    assert pull_worker.manifest(peer.manifest("x = 1", output={"fields": fields})).status == 200
+    headers, body = next((h, b) for _, path, h, b in peer.requests if path.startswith("/upload"))
+    boundary = strata_worker.form_boundary(headers["Content-Type"])
+    parts = parse_form(body, boundary)
+    assert [name for name, _, _ in parts] == ["key", "policy", "x-amz-signature", "odd%22name", "file"]
+    assert parts[0][2].decode() == "builds/ü/bundle"
+    assert Bundle(parts[-1][2]).json("x") == 1
+
+
+def test_a_put_carries_the_manifests_headers(pull_worker, peer):
+    output = {"method": "PUT", "headers": {"x-ms-blob-type": "BlockBlob", "Content-Type": "application/octet-stream"}}
+    assert pull_worker.manifest(peer.manifest("x = 1", output=output)).status == 200
+    method, _, headers, body = peer.requests[0]
+    assert method == "PUT" and headers["x-ms-blob-type"] == "BlockBlob" and headers["Content-Type"] == "application/octet-stream"
+    assert int(headers["Content-Length"]) == len(body) and Bundle(body).json("x") == 1
+
+
+def test_a_bundle_over_max_bytes_is_refused_before_a_byte_is_sent(pull_worker, peer):
+    answer = pull_worker.manifest(peer.manifest("x = 'y' * 5000", output={"max_bytes": 4000}))
+    assert answer.status == 502 and "max_bytes" in answer.json["detail"]
+    assert not peer.requests
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda m: m["metadata"].update(executor_ref="scan@v1"), "executor_ref"),
+        (lambda m: m["metadata"]["params"]["input_specs"].update(q={"uri": "strata://artifact/q@v=1"}), "'q'"),
+        (lambda m: m["inputs"].append({"artifact_id": "b", "version": "1", "url": "http://x"}), "'b'"),
+        (lambda m: m["inputs"].append({"artifact_id": "b", "version": 1}), "'b'"),
+        (lambda m: m["output"].pop("url"), "output.url"),
+        (lambda m: m.pop("finalize_url"), "finalize_url"),
+        (lambda m: m["output"].update(fields=[]), "output.fields"),
+        (lambda m: m["output"].update(headers={"A\r\nB": "c"}), "output.headers"),
+        (lambda m: m["output"].update(max_bytes="1"), "max_bytes"),
+        (lambda m: m.update(metadata=1), "metadata"),
+        (lambda m: m["metadata"]["params"].update(timeout_seconds=-1), "timeout_seconds"),
+    ],
+)
+def test_a_bad_manifest_is_400_by_name(pull_worker, peer, change, named):
+    manifest = peer.manifest("y = x", [("x", "json/object", b"1")])
+    change(manifest)
+    answer = pull_worker.manifest(manifest)
+    assert answer.status == 400 and named in answer.json["detail"]
+    assert not peer.requests
+
+
+def test_a_manifest_that_is_no_json_is_400(pull_worker):
+    assert pull_worker.request("POST", "/v1/execute-manifest", b"{").status == 400
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [({"status": 403, "body": b"<Signature>s3cret</Signature>"}, "403"), ({"status": 404}, "404"), ({"cut": 3}, "broke off"), ({"status": 302, "headers": {"Location": "/in/1"}}, "302")],
+)
+def test_an_input_that_cannot_be_had_is_502_by_name_and_status_without_its_signature(pull_worker, peer, fault, said):
+    peer.faults["/in/0"] = [fault]
+    answer = pull_worker.manifest(peer.manifest("y = x", [("x", "json/object", b"12345")]))
+    assert answer.status == 502
+    assert "'x'" in answer.json["detail"] and said in answer.json["detail"] and "s3cret" not in answer.json["detail"]
+
+
+@pytest.mark.parametrize(
+    "path, fault",
+    [
+        (path, fault)
+        for path in ("/in/0", "/upload", "/finalize")
+        for fault in ({"status": 429, "headers": {"Retry-After": "1"}}, {"status": 503}, {"reset": True})
+    ],
+)
+def test_a_passing_fault_is_tried_again(pull_worker, peer, path, fault):
+    peer.faults[path] = [fault, {"status": 502}]
+    assert pull_worker.manifest(peer.manifest("y = x", [("x", "json/object", b"1")])).status == 200
+    assert len(peer.paths(path)) == 3
+    assert peer.bundle().json("y") == 1
+
+
+def test_a_fault_that_stays_is_502_after_a_bounded_number_of_tries(pull_worker, peer):
+    peer.faults["/upload"] = [{"status": 503}] * 50
+    answer = pull_worker.manifest(peer.manifest("x = 1"))
+    assert answer.status == 502 and "503" in answer.json["detail"]
+    assert len(peer.paths("/upload")) == 5
+
+
+@pytest.mark.parametrize("path, status", [("/upload", 413), ("/finalize", 409)])
+def test_an_answer_that_says_no_is_final(pull_worker, peer, path, status):
+    peer.faults[path] = [{"status": status, "body": b'{"detail": "the lease lapsed"}'}]
+    answer = pull_worker.manifest(peer.manifest("x = 1"))
+    assert answer.status == 502 and str(status) in answer.json["detail"] and "the lease lapsed" in answer.json["detail"]
+    assert len(peer.paths(path)) == 1
+
+
+def test_a_download_that_breaks_off_is_resumed_where_it_broke(pull_worker, peer):
+    peer.ranges = True
+    data = json.dumps("x" * 100_000).encode()
+    peer.faults["/in/0"] = [{"cut": 50_000}, {"cut": 20_000}]
+    assert pull_worker.manifest(peer.manifest("y = len(x)", [("x", "json/object", data)])).status == 200
+    assert peer.bundle().json("y") == 100_000
+    asked = [headers.get("Range") for _, path, headers, _ in peer.requests if path.startswith("/in/0")]
+    assert asked == [None, "bytes=50000-", "bytes=70000-"]
+
+
+@pytest.mark.parametrize("undeclared", [False, True])
+def test_an_input_over_the_limit_is_413(peer, undeclared):
+    peer.faults["/in/0"] = [{"undeclared": undeclared}]
+    with WorkerProcess(STRATA_WORKER_ALLOW_LOCAL_HOSTS="1", STRATA_WORKER_MAX_INPUT_BYTES="1000") as client:
+        answer = client.manifest(peer.manifest("y = 1", [("x", "json/object", b" " * 1001)]))
+    assert answer.status == 413 and "'x'" in answer.json["detail"] and "1000" in answer.json["detail"]
+
+
+@pytest.mark.parametrize("path", ["/in/0", "/upload", "/finalize"])
+def test_a_stalled_peer_ends_the_run_with_502(pull_worker, peer, path):
+    peer.faults[path] = [{"stall": True}]
+    answer = pull_worker.manifest(peer.manifest("y = x", [("x", "json/object", b"1")]))
+    assert answer.status == 502 and "stopped moving" in answer.json["detail"]
+
+
+@pytest.mark.parametrize("path", ["/in/0", "/upload"])
+def test_a_cancel_stops_a_transfer_within_a_second(pull_worker, peer, path):
+    peer.faults[path] = [{"stall": True}]
+    manifest = peer.manifest("y = x", [("x", "json/object", b"1")], build_id="stuck" + path)
+    with in_background(lambda: pull_worker.manifest(manifest)) as answer:
+        eventually(lambda: peer.paths(path), "the transfer begins")
+        began = time.monotonic()
+        assert pull_worker.cancel("stuck" + path)["cancelled"]
+        refused = answer(5)
+    assert time.monotonic() - began < 1
+    assert refused.status == (409 if path == "/in/0" else 500) and "cancelled" in refused.json["error"]
+
+
+def test_a_gigabyte_passes_through_the_pull_model_in_flat_memory(pull_worker):
+    size = 256 * 2**20
+    before = resident(pull_worker.worker.process.pid)
+    with contextlib.closing(BigPeer(size)) as peer:
+        answer = pull_worker.manifest(peer.manifest("blob = bytes(%d)" % size, [("data", "file/path", b"")]), timeout=120)
+    assert answer.status == 200 and peer.received > size
+    assert peak(pull_worker.worker.process.pid) - before < 32 * 2**20
+
+
+class BigPeer(Peer):
+    """Serves one input of so many bytes and counts what is uploaded, holding neither."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.received = size, 0
+
+    def handle(self, handler):
+        handler.close_connection = True
+        left = int(handler.headers.get("Content-Length") or 0)
+        while left:
+            left -= len(handler.rfile.read(min(left, 2**20)))
+        self.received += int(handler.headers.get("Content-Length") or 0)
+        handler.send_response(200)
+        length = self.size if handler.command == "GET" else 2
+        handler.send_header("Content-Length", str(length))
+        handler.end_headers()
+        for _ in range(length // 2**20):
+            handler.wfile.write(bytes(2**20))
+        handler.wfile.write(b"{}"[: length % 2**20])
+
+
+def posted(peer, stream):
+    """The chunks of one stream as (seq, text), as they were posted."""
+    found = []
+    for _, path, _, body in peer.requests:
+        query = urllib.parse.parse_qs(path.partition("?")[2])
+        if path.startswith("/log") and query["stream"] == [stream]:
+            found.append((int(query["seq"][0]), body.decode()))
+    return found
+
+
+def test_the_console_is_posted_while_the_cell_runs(pull_worker, peer):
+    source = "import sys, time\nprint('one')\nprint('oops', file=sys.stderr)\ntime.sleep(1)\nprint('two')\ntime.sleep(1)"
+    manifest = peer.manifest(source, log_url=peer.url + "/log?signature=s3cret")
+    with in_background(lambda: pull_worker.manifest(manifest)) as answer:
+        eventually(lambda: posted(peer, "stdout"), "the first chunk")
+        assert posted(peer, "stdout") == [(0, "one\n")]
+        eventually(lambda: len(posted(peer, "stdout")) == 2, "the second chunk")
+        assert not peer.paths("/upload")
+        assert answer().status == 200
+    assert posted(peer, "stdout") == [(0, "one\n"), (1, "two\n")]
+    assert posted(peer, "stderr") == [(0, "oops\n")]
+    assert all(path.startswith("/log?signature=s3cret&stream=") for path in peer.paths("/log"))
+
+
+def test_no_chunk_ends_inside_a_character(pull_worker, peer):
+    source = "import os, time\nfor byte in 'ž€𝄞\\n'.encode():\n    os.write(1, bytes([byte])); time.sleep(0.12)\nos.write(1, b'\\xff!')\ntime.sleep(.3)"
+    assert pull_worker.manifest(peer.manifest(source, log_url=peer.url + "/log")).status == 200
+    chunks = posted(peer, "stdout")
+    assert [seq for seq, _ in chunks] == list(range(len(chunks)))
+    assert peer.bundle().stdout == "ž€𝄞\n\ufffd!"
+    assert peer.bundle().stdout.startswith("".join(text for _, text in chunks))
+
+
+@pytest.mark.parametrize("fault", [{"status": 500}, {"reset": True}, {"status": 429, "headers": {"Retry-After": "1"}}])
+def test_a_chunk_that_was_not_taken_is_posted_again_and_leaves_no_gap(pull_worker, peer, fault):
+    peer.faults["/log"] = [fault, fault]
+    source = "import time\nfor n in range(40):\n    print(n); time.sleep(0.1)"
+    assert pull_worker.manifest(peer.manifest(source, log_url=peer.url + "/log")).status == 200
+    accepted = dict(posted(peer, "stdout"))  # a repeated seq counts once
+    assert sorted(accepted) == list(range(len(accepted))) and len(accepted) > 1
+    assert peer.bundle().stdout.startswith("".join(accepted[seq] for seq in sorted(accepted)))
+
+
+@pytest.mark.parametrize("fault", [{"stall": True}, {"status": 404}, {"status": 500}])
+def test_a_log_server_that_hangs_or_fails_never_slows_the_cell(pull_worker, peer, fault):
+    peer.faults["/log"] = [fault] * 1000
+    began = time.monotonic()
+    assert pull_worker.manifest(peer.manifest("for n in range(1000): print(n)", log_url=peer.url + "/log")).status == 200
+    assert time.monotonic() - began < 3
+    assert peer.bundle().stdout.count("\n") == 1000
+
+
+def test_the_trace_context_reaches_the_cell_from_the_headers_else_the_manifest(pull_worker, peer):
+    source = "import os\ntrace = [os.environ.get('TRACEPARENT'), os.environ.get('TRACESTATE')]"
+    of_manifest, of_header = "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "00-" + "c" * 32 + "-" + "d" * 16 + "-01"
+    manifest = peer.manifest(source, metadata={"traceparent": of_manifest, "tracestate": "k=v"})
+    assert pull_worker.manifest(manifest).status == 200
+    assert peer.bundle().json("trace") == [of_manifest, "k=v"]
+    body = json.dumps(manifest).encode()
+    peer.requests.clear()
+    assert pull_worker.request("POST", "/execute", body, {"traceparent": of_header}).status == 200
+    assert peer.bundle().json("trace") == [of_header, None]
+
+
+# ---------------------------------------------------------------------------------------
+# URLs: fetches that cannot be turned inward
+# ---------------------------------------------------------------------------------------
+
+INWARD = [
+    "http://127.0.0.1/", "http://127.8.9.10/", "http://localhost/", "http://localhost./", "http://LOCALHOST/",
+    "http://0.0.0.0/", "http://10.0.0.1/", "http://172.16.0.1/", "http://192.168.1.1/", "http://169.254.169.254/latest/",
+    "http://100.64.0.1/", "http://198.18.0.1/", "http://192.0.0.8/", "http://224.0.0.1/", "http://240.0.0.1/", "http://255.255.255.255/",
+    "http://[::1]/", "http://[::]/", "http://[fe80::1]/", "http://[fd00:ec2::254]/", "http://[fc00::1]/", "http://[ff02::1]/", "http://[fec0::1]/",
+    "http://[::ffff:127.0.0.1]/", "http://[::ffff:a00:1]/", "http://[::127.0.0.1]/", "http://[64:ff9b::7f00:1]/", "http://[64:ff9b::a9fe:a9fe]/",
+    "http://[64:ff9b:1::1]/", "http://[2002:7f00:1::]/", "http://[2001:0:7f00:1::]/", "http://[2001:db8::1]/",
+]
+MALFORMED = [
+    "file:///etc/passwd", "ftp://example.com/", "data:text/plain,x", "javascript:alert(1)", "gopher://x/", "//example.com/", "example.com", "",
+    "http://", "http:///path", "http://:80/", "http://user@example.com/", "http://user:pass@example.com/", "http://a@127.0.0.1@example.com/",
+    "http://example.com:port/", "http://example.com:99999/", "http://example.com:0/", "http://example.com:/", "http://example.com:-1/", "http://example.com:8 0/",
+    "http://exa mple.com/", "http://example.com\\@127.0.0.1/", "http:\\\\127.0.0.1\\", "http://example.com/\r\nX: y", "http://example.com/\t", "http://example.com/\0", "http://exämple.com/",
+    "http://0177.0.0.1/", "http://0x7f.0.0.1/", "http://0x7f000001/", "http://2130706433/", "http://017700000001/", "http://127.1/", "http://127.0.1/", "http://1.2.3.4.5/",
+    "http://[fe80::1%25eth0]/", "http://[::1%lo]/", "http://[::1", "http://[not-an-address]/", "http://[127.0.0.1]/", "http://a..b/", "http://.example.com/", "http://-a.example/", "http://a%2eb/",
+]
+
+
+def test_no_url_leads_inward():
+    fetcher = strata_worker.Fetcher(strata_worker.Settings())
+    for url in INWARD + MALFORMED:
+        with pytest.raises(strata_worker.WorkerError) as caught:
+            fetcher.judge(url, "output.url")
+            pytest.fail("%r was let through" % url)
+        assert caught.value.status == 400 and caught.value.message.startswith("output.url is refused"), url
+
+
+def test_a_name_that_resolves_to_nothing_is_400():
+    with pytest.raises(strata_worker.WorkerError) as caught:
+        strata_worker.Fetcher(strata_worker.Settings()).judge("http://no-such-host.invalid/", "log_url")
+    assert "does not resolve" in caught.value.message
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "223.255.255.254"])
+def test_public_addresses_are_public(address):
+    assert strata_worker.is_public(ipaddress.ip_address(address))
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_an_ipv4_address_inside_an_ipv6_one_is_never_more_public_than_alone(number):
+    inner = ipaddress.IPv4Address(number)
+    if strata_worker.is_public(inner):
+        return
+    for prefix, shift in ((0xFFFF << 32, 0), (0, 0), (0x64FF9B << 96, 0), (0x2002 << 112, 80)):
+        assert not strata_worker.is_public(ipaddress.IPv6Address(prefix | number << shift)), inner
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_url_that_is_judged_or_a_400(text):
+    try:
+        target = strata_worker.parse_url("http://" + text, "u")
+        assert target.host and 0 < target.port < 65536
+    except strata_worker.WorkerError as error:
+        assert error.status == 400
+
+
+@pytest.mark.parametrize("field", ["input", "output", "finalize", "log"])
+def test_every_url_of_a_manifest_is_judged_when_it_arrives(worker, peer, field):
+    manifest = peer.manifest("y = 1", [("x", "json/object", b"1")])
+    for url_field in ("input", "output", "finalize", "log"):
+        url = peer.url + "/" if url_field == field else "http://8.8.8.8/"
+        {
+            "input": lambda u: manifest["inputs"][0].update(url=u), "output": lambda u: manifest["output"].update(url=u),
+            "finalize": lambda u: manifest.update(finalize_url=u), "log": lambda u: manifest.update(log_url=u),
+        }[url_field](url)
+    answer = worker.manifest(manifest)
+    assert answer.status == 400 and field in answer.json["detail"] and "127.0.0.1" in answer.json["detail"]
+    assert not peer.requests
+
+
+@pytest.mark.parametrize("allowed", ["localhost", ".localhost", "LOCALHOST."])
+def test_allowed_hosts_may_be_private_and_no_others(peer, allowed):
+    fetcher = strata_worker.Fetcher(strata_worker.Settings.load({"STRATA_WORKER_ALLOWED_HOSTS": "store.example, " + allowed}))
+    if not allowed.startswith("."):
+        fetcher.judge("http://localhost:1/", "u")
+    for other in ("http://127.0.0.1/", "http://notlocalhost.localhost.invalid/", "http://10.0.0.1/"):
+        with pytest.raises(strata_worker.WorkerError):
+            fetcher.judge(other, "u")
+
+
+class Rebinding(strata_worker.Fetcher):
+    """A name server that answers with a public address first and a loopback one from then on."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.lookups = 0
+
+    def addresses(self, host, port):
+        self.lookups += 1
+        return super().addresses("8.8.8.8" if self.lookups == 1 else "127.0.0.1", port)
+
+
+def test_a_name_that_changes_its_answer_is_not_followed(peer):
+    fetcher = Rebinding(strata_worker.Settings())
+    url = peer.url.replace("127.0.0.1", "rebinding.example") + "/in/0"
+    fetcher.judge(url, "the URL")
+    with pytest.raises(strata_worker.FetchError, match="not a public address"):
+        with fetcher.request(strata_worker.Halt(), "GET", url):
+            pass
+    assert not peer.requests
+
+
+def test_no_redirect_is_followed(pull_worker, peer):
+    peer.blobs["/elsewhere"] = b"1"
+    peer.faults["/in/0"] = [{"status": 307, "headers": {"Location": peer.url + "/elsewhere"}}]
+    assert pull_worker.manifest(peer.manifest("y = x", [("x", "json/object", b"1")])).status == 502
+    assert not peer.paths("/elsewhere")
+
+
+def test_proxies_are_ignored_unless_local_hosts_are_allowed(peer):
+    peer.blobs["/in/0"] = b"5"
+    with contextlib.closing(Peer()) as proxy:
+        manifest = peer.manifest("y = x", [("x", "json/object", b"5")])
+        env = {"http_proxy": proxy.url, "HTTP_PROXY": proxy.url, "no_proxy": "", "NO_PROXY": ""}
+        with WorkerProcess(STRATA_WORKER_ALLOWED_HOSTS="127.0.0.1", **env) as client:
+            assert client.manifest(manifest).status == 200
+        assert not proxy.requests
+        proxy.faults["/in/0"] = []
+        proxy.blobs[peer.url + "/in/0"] = b"6"
+        with WorkerProcess(STRATA_WORKER_ALLOW_LOCAL_HOSTS="1", **env) as client:
+            assert client.manifest(manifest).status == 200
+        assert proxy.paths("http://")
+
+
+def test_tls_is_verified_against_the_hosts_name(tmp_path):
+    certificate = make_certificate(tmp_path, "right.example")
+    context = __import__("ssl").create_default_context(__import__("ssl").Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    with contextlib.closing(Peer()) as peer:
+        peer.server.socket = context.wrap_socket(peer.server.socket, server_side=True)
+        peer.blobs["/in/0"] = b"5"
+        url = peer.url.replace("http", "https").replace("127.0.0.1", "localhost") + "/in/0"
+        fetcher = strata_worker.Fetcher(strata_worker.Settings(allowed_hosts=("localhost",)))
+        with pytest.raises(strata_worker.FetchError, match="(?i)certificate"):
+            with fetcher.request(strata_worker.Halt(), "GET", url):
+                pass
+        assert not peer.requests
+
+
+def make_certificate(folder, name):
+    """A self-signed certificate and its key in one file, by the openssl command."""
+    need(shutil.which("openssl"), "needs the openssl command")
+    path = folder / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=" + name, "-addext", "subjectAltName=DNS:" + name, "-keyout", str(path) + ".key", "-out", str(path)],
+        check=True, capture_output=True,
+    )
+    path.write_text(path.read_text() + Path(str(path) + ".key").read_text())
+    return path
