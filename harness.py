@@ -19,8 +19,8 @@ Sections, each built on the ones above it:
     Arrow: writing              tables, tensors and scalars as one Arrow IPC stream
     Arrow: reading              and back, from mapped memory
     JSON                        what JSON gives back unchanged
-    Pickle                      everything else
     Modules                     imported modules, and modules made from another cell's source
+    Pickle                      everything else
     Cell instances              objects whose class came from another cell
     Values                      which format a value gets; reading inputs, writing variables
     Displays                    display(), the last expression, markdown, images, matplotlib
@@ -34,6 +34,10 @@ Sections, each built on the ones above it:
 
 from __future__ import annotations
 
+import _io
+import _signal
+import _thread
+import atexit
 import builtins
 import errno
 import io
@@ -43,28 +47,57 @@ import linecache
 import math
 import os
 import sys
+import time
 
 # --------------------------------------------------------------------------------------------
 # Standing on its own feet
 # --------------------------------------------------------------------------------------------
-# The cell shares this process and may rebind anything: builtins.len, json.dumps, os.open. What
-# the harness needs after it, the harness looks up in copies of those namespaces. (Python takes
-# a function's builtins from its module's `__builtins__`, so one assignment covers them all.)
+# The cell shares this process and may rebind anything: builtins.len, json.dumps, os.open. So the
+# harness looks names up in copies of those namespaces, and puts the originals back after the
+# cell for the libraries that it calls then. (From Python 3.10 on, a function's builtins are what
+# its module's `__builtins__` is: one assignment covers all of this file.)
 
 
-def _own_copy(module):
+def own_copy(module):
     copy = type(module)(module.__name__)
     vars(copy).update(vars(module))
     return copy
 
 
+ORIGINALS = tuple((vars(m), dict(vars(m))) for m in (builtins, io, json, os, os.path))
 __builtins__ = dict(vars(builtins))
-io, json, os = _own_copy(io), _own_copy(json), _own_copy(os)
-os.path = _own_copy(os.path)
+io, json, os = own_copy(io), own_copy(json), own_copy(os)
+os.path = own_copy(os.path)
 
-OWN_FILE = _own_copy.__code__.co_filename  # as frames of this module name it
+
+def put_back_originals() -> None:
+    """Uses no builtin itself: they may be gone."""
+    for names, originals in ORIGINALS:
+        names.update(originals)
+
+
+class ImportSystem:
+    """What import statements go by, as it is before the cell."""
+
+    def __init__(self):
+        self.path, self.finders = list(sys.path), list(sys.meta_path)
+        self.main = sys.modules["__main__"]
+
+    def put_back(self) -> None:
+        """Add again what the cell has taken away; what it added stays."""
+        sys.path = with_missing(sys.path, self.path)
+        sys.meta_path = with_missing(sys.meta_path, self.finders)
+        sys.modules["__main__"] = self.main
+
+
+def with_missing(current, wanted: list) -> list:
+    kept = list(current) if type(current) is list else []
+    return kept + [item for item in wanted if item not in kept]
+
+
+OWN_FILE = own_copy.__code__.co_filename  # as frames of this module name it
 MODULE_TYPE = type(sys)
-FUNCTION_TYPE = type(_own_copy)
+FUNCTION_TYPE = type(own_copy)
 
 
 def library(name: str):
@@ -252,8 +285,7 @@ FORBIDDEN_IN_NAMES = frozenset("/\\") | frozenset(map(chr, range(32)))
 
 # Errors that say something of the machine, and nothing of the value that was being written.
 MACHINE_ERRNOS = frozenset(
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "EMFILE", "ENFILE")
+    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "EMFILE", "ENFILE")
 )
 
 
@@ -389,13 +421,9 @@ def arrow_converter(kind: type):
     return None
 
 
-def stamped(table, shape: bytes, **more: bytes):
+def stamped(table, shape: bytes, more: dict | None = None):
     """*table* with the metadata that says how to rebuild the Python value."""
-    keys = {"source": SOURCE, "name": SERIES_NAME, "scalar": SCALAR_TYPE}
-    keys.update(tensor_shape=TENSOR_SHAPE, tensor_dtype=TENSOR_DTYPE)
-    metadata = dict(table.schema.metadata or {})
-    metadata[SHAPE] = shape
-    metadata.update((keys[key], value) for key, value in more.items() if value is not None)
+    metadata = {**(table.schema.metadata or {}), SHAPE: shape, **(more or {})}
     return table.replace_schema_metadata(metadata)
 
 
@@ -404,8 +432,8 @@ def table_from_pyarrow(value):
 
     if issubclass(type(value), pyarrow.RecordBatch):
         table = pyarrow.Table.from_batches([value])
-        return stamped(table, b"table", source=b"pyarrow.RecordBatch")
-    return stamped(value, b"table", source=b"pyarrow.Table")
+        return stamped(table, b"table", {SOURCE: b"pyarrow.RecordBatch"})
+    return stamped(value, b"table", {SOURCE: b"pyarrow.Table"})
 
 
 def table_from_pandas(value):
@@ -413,11 +441,14 @@ def table_from_pandas(value):
 
     if is_kind(type(value), "pandas", "DataFrame"):
         table = pyarrow.Table.from_pandas(value)
-        return stamped(table, b"table", source=b"pandas.DataFrame")
+        if not table.num_columns and len(value):
+            raise Refused("rows without columns")
+        return stamped(table, b"table", {SOURCE: b"pandas.DataFrame"})
     name = value.name
     frame = value.to_frame() if name is None or type(name) is str else value.to_frame(text_of(name))
     table = pyarrow.Table.from_pandas(frame)
-    return stamped(table, b"table", source=b"pandas.Series", name=series_name(name))
+    about = {SOURCE: b"pandas.Series", SERIES_NAME: series_name(name)}
+    return stamped(table, b"table", about)
 
 
 def series_name(name) -> bytes:
@@ -431,8 +462,8 @@ def series_name(name) -> bytes:
 
 def table_from_polars(value):
     if is_kind(type(value), "polars", "DataFrame"):
-        return stamped(value.to_arrow(), b"table", source=b"polars.DataFrame")
-    return stamped(value.to_frame().to_arrow(), b"table", source=b"polars.Series")
+        return stamped(value.to_arrow(), b"table", {SOURCE: b"polars.DataFrame"})
+    return stamped(value.to_frame().to_arrow(), b"table", {SOURCE: b"polars.Series"})
 
 
 def table_from_numpy(value):
@@ -454,7 +485,7 @@ def numpy_scalar_table(value):
     if kind == "c" and value.dtype.name in COMPLEX_PARTS:
         return complex_table(complex(value))
     if kind in "mM":
-        array = pyarrow.array([value])
+        array = pyarrow.array(value.reshape(1))
     elif kind in "biufUS":
         array = pyarrow.array([value.item()], pyarrow.uint64() if kind == "u" else None)
     else:
@@ -476,9 +507,10 @@ def tensor_table(array, source: bytes | None = None):
     values = pyarrow.array(flat.view(COMPLEX_PARTS[dtype]) if dtype in COMPLEX_PARTS else flat)
     if array.dtype.kind in "USO":
         refuse_lossy_text(flat, values)
-    shape = json.dumps(list(array.shape)).encode()
-    table = pyarrow.table({"values": values})
-    return stamped(table, b"tensor", source=source, tensor_shape=shape, tensor_dtype=dtype.encode())
+    about = {TENSOR_SHAPE: json.dumps(list(array.shape)).encode(), TENSOR_DTYPE: dtype.encode()}
+    if source is not None:
+        about[SOURCE] = source
+    return stamped(pyarrow.table({"values": values}), b"tensor", about)
 
 
 def refuse_lossy_text(flat, values) -> None:
@@ -512,7 +544,7 @@ def table_from_scalar(value):
         return complex_table(value)
     if is_kind(kind, "uuid", "UUID"):
         array = pyarrow.array([value.bytes], pyarrow.binary(16))
-        return stamped(pyarrow.table({"value": array}), b"scalar", scalar=b"uuid")
+        return stamped(pyarrow.table({"value": array}), b"scalar", {SCALAR_TYPE: b"uuid"})
     array = pyarrow.array([value], nanosecond_type(value))
     # Time zones, subclasses, NaN decimals, nanoseconds: Arrow takes more than it gives back.
     if kind not in (bytes, bytearray) and not same(array[0].as_py(), value):
@@ -538,13 +570,13 @@ def complex_table(value: complex):
 
     kind = pyarrow.struct([("real", pyarrow.float64()), ("imag", pyarrow.float64())])
     array = pyarrow.array([{"real": value.real, "imag": value.imag}], kind)
-    return stamped(pyarrow.table({"value": array}), b"scalar", scalar=b"complex")
+    return stamped(pyarrow.table({"value": array}), b"scalar", {SCALAR_TYPE: b"complex"})
 
 
 def table_from_capsule(value):
     import pyarrow
 
-    return stamped(pyarrow.table(value), b"table", source=b"arrow.capsule")
+    return stamped(pyarrow.table(value), b"table", {SOURCE: b"arrow.capsule"})
 
 
 def tensor_from_dlpack(value):
@@ -647,7 +679,7 @@ def encode_json_table(value) -> Encoded:
     rows = [
         [None if item is None else json_safe(item) for item in row]
         for row in frame.itertuples(index=False, name=None)
-    ]
+    ] or [[]] * len(frame)
     table = {
         FALLBACK_MARK: True,
         "format": FALLBACK_FORMAT,
@@ -936,74 +968,13 @@ def read_json(path: str):
 
 
 # --------------------------------------------------------------------------------------------
-# Pickle
-# --------------------------------------------------------------------------------------------
-
-ENVELOPE_MARK = "__strata_object_codec__"
-ENVELOPE_FORMAT = "strata.notebook.object_codec.v1"
-CODEC_VARIABLE = "STRATA_NOTEBOOK_OBJECT_CODEC"
-
-
-CODECS = ("cloudpickle", "pickle")
-
-
-def pickle_codec() -> tuple:
-    """`(name, dumps)` of the codec that the environment asks for."""
-    import pickle
-
-    name = (os.environ.get(CODEC_VARIABLE) or "cloudpickle").strip().lower()
-    if name not in CODECS:
-        raise ValueError(f"{CODEC_VARIABLE} is {name!r}; it can be {' or '.join(CODECS)}")
-    if name == "cloudpickle":
-        try:
-            import cloudpickle
-
-            return name, lambda value: cloudpickle.dumps(value, protocol=5)
-        except ImportError:
-            pass
-    return "pickle", lambda value: pickle.dumps(value, protocol=5)
-
-
-def encode_pickle(value) -> Encoded:
-    import pickle
-
-    codec, dumps = pickle_codec()
-    envelope = {ENVELOPE_MARK: ENVELOPE_FORMAT, "codec": codec, "payload": dumps(value)}
-    body = pickle.dumps(envelope, protocol=5)
-    return Encoded("pickle/object", body, about_object(type(value), codec))
-
-
-def about_object(kind: type, codec: str) -> dict:
-    name = type_name(kind)
-    return {"codec": codec, "type": name, "preview": f"<{name} object>"}
-
-
-def read_pickle(path: str):
-    import pickle
-
-    with open(path, "rb") as file:
-        value = pickle.load(file)
-    if type(value) is not dict or value.get(ENVELOPE_MARK) != ENVELOPE_FORMAT:
-        return value
-    return unpickle(value["codec"], value["payload"])
-
-
-def unpickle(codec: str, payload: bytes):
-    """The value that either codec made *payload* of: both write what plain pickle reads."""
-    import pickle
-
-    if codec not in CODECS:
-        raise ValueError(f"it was written with the unknown codec {codec!r}")
-    return pickle.loads(payload)
-
-
-# --------------------------------------------------------------------------------------------
 # Modules
 # --------------------------------------------------------------------------------------------
 
 CELL_MODULE = "__strata_cell_module__"
 CELL_MODULE_SOURCE = "__strata_cell_module_source__"
 CELL_CLASS = "__strata_cell_exported_class__"
+INJECTED = "__strata_cell_injected__"
 
 
 def encode_module(value) -> Encoded:
@@ -1051,7 +1022,7 @@ def new_cell_module(name: str, source: str, injected: dict):
     module = MODULE_TYPE(name)
     module.__file__ = file
     vars(module).update(injected, **{"__builtins__": builtins})
-    vars(module).update({CELL_MODULE: True, CELL_MODULE_SOURCE: source})
+    vars(module).update({CELL_MODULE: True, CELL_MODULE_SOURCE: source, INJECTED: injected})
     show_source(file, source)
     sys.modules[name] = module
     try:
@@ -1076,6 +1047,123 @@ def show_source(file: str, source: str) -> None:
     """Let tracebacks and inspect.getsource find the lines of code that is in no file."""
     lines = io.StringIO(source, newline=None).readlines()
     linecache.cache[file] = (len(source), None, lines, file)
+
+
+# --------------------------------------------------------------------------------------------
+# Pickle
+# --------------------------------------------------------------------------------------------
+
+ENVELOPE_MARK = "__strata_object_codec__"
+ENVELOPE_FORMAT = "strata.notebook.object_codec.v1"
+CODEC_VARIABLE = "STRATA_NOTEBOOK_OBJECT_CODEC"
+
+
+CODECS = ("cloudpickle", "pickle")
+
+
+def pickle_codec() -> tuple:
+    """`(name, dumps)` of the codec that the environment asks for."""
+    import pickle
+
+    name = (os.environ.get(CODEC_VARIABLE) or "cloudpickle").strip().lower()
+    if name not in CODECS:
+        raise ValueError(f"{CODEC_VARIABLE} is {name!r}; it can be {' or '.join(CODECS)}")
+    if name == "cloudpickle":
+        try:
+            import cloudpickle
+
+            return name, lambda value: dumps_with_modules(cloudpickle, value)
+        except ImportError:
+            pass
+    return "pickle", lambda value: pickle.dumps(value, protocol=5)
+
+
+def dumps_with_modules(cloudpickle, value) -> bytes:
+    """Pickle *value* so that the cell modules whose classes it names are made where it is read.
+
+    cloudpickle writes such a class as a name in its module, and the cell that gets a list of
+    instances has that module only if it uses the class itself, too.
+    """
+    payload = cloudpickle.dumps(value, protocol=5)
+    named = {
+        name: (names[CELL_MODULE_SOURCE], names[INJECTED])
+        for name, names in cell_modules().items()
+        if name.encode() in payload
+    }
+    if not named:
+        return payload
+    return cloudpickle.dumps(WithModules(named, payload), protocol=5)
+
+
+def cell_modules() -> dict:
+    """The namespaces of the cell modules of this process, by name."""
+    modules = {name: module for name, module in sys.modules.items() if type(module) is MODULE_TYPE}
+    return {name: vars(m) for name, m in modules.items() if CELL_MODULE in vars(m)}
+
+
+class WithModules:
+    """Pickled, it is a call that makes the modules and returns the value of the payload."""
+
+    def __init__(self, modules: dict, payload: bytes):
+        self.call = loads_with_modules, (modules, payload)
+
+    def __reduce__(self):
+        return self.call
+
+
+def loads_with_modules(modules: dict, payload: bytes):
+    """Travels inside the pickle, and so uses nothing of this file."""
+    import pickle
+    import sys
+
+    for name, (source, injected) in modules.items():
+        if name in sys.modules:
+            continue
+        module = sys.modules[name] = type(sys)(name)
+        names = vars(module)
+        names.update(injected, __strata_cell_module__=True, __strata_cell_injected__=injected)
+        exec(compile(source, f"<{name}>", "exec", dont_inherit=True), names)
+        names["__strata_cell_module_source__"] = source
+        for value in list(names.values()):
+            if isinstance(value, type) and value.__module__ == name:
+                value.__strata_cell_exported_class__ = True
+    return pickle.loads(payload)
+
+
+loads_with_modules.__module__ = "__main__"  # which cloudpickle takes along, not by name
+
+
+def encode_pickle(value) -> Encoded:
+    import pickle
+
+    codec, dumps = pickle_codec()
+    envelope = {ENVELOPE_MARK: ENVELOPE_FORMAT, "codec": codec, "payload": dumps(value)}
+    body = pickle.dumps(envelope, protocol=5)
+    return Encoded("pickle/object", body, about_object(type(value), codec))
+
+
+def about_object(kind: type, codec: str) -> dict:
+    name = type_name(kind)
+    return {"codec": codec, "type": name, "preview": f"<{name} object>"}
+
+
+def read_pickle(path: str):
+    import pickle
+
+    with open(path, "rb") as file:
+        value = pickle.load(file)
+    if type(value) is not dict or value.get(ENVELOPE_MARK) != ENVELOPE_FORMAT:
+        return value
+    return unpickle(value["codec"], value["payload"])
+
+
+def unpickle(codec: str, payload: bytes):
+    """The value that either codec made *payload* of: both write what plain pickle reads."""
+    import pickle
+
+    if codec not in CODECS:
+        raise ValueError(f"it was written with the unknown codec {codec!r}")
+    return pickle.loads(payload)
 
 
 # --------------------------------------------------------------------------------------------
@@ -1292,7 +1380,7 @@ def read_inputs(inputs: dict) -> dict:
 
 
 def read_input(name: str, spec: "InputSpec"):
-    injected = {inner: read_input(f"{name}.{inner}", spec.injected[inner]) for inner in spec.injected}
+    injected = {inner: read_input(f"{name}.{inner}", its) for inner, its in spec.injected.items()}
     try:
         if spec.content_type in CELL_READERS:
             return CELL_READERS[spec.content_type](spec.path, injected)
@@ -1455,7 +1543,7 @@ def png_size(image: bytes) -> tuple:
 class AfterImport:
     """A finder that calls a function on a module right after it has been imported.
 
-    matplotlib's show() is caught this way: cells that do not use it do not pay for it.
+    Cells that do not import it do not pay for it.
     """
 
     def __init__(self, actions: dict):
@@ -1493,9 +1581,8 @@ class FollowedLoader:
         self.action(module)
 
 
-def catch_shows(displays: Displays) -> None:
-    """Make plt.show() and Figure.show() displays, now or when matplotlib is imported."""
-    os.environ.setdefault("MPLBACKEND", "Agg")
+def show_catchers(displays: Displays) -> dict:
+    """What makes plt.show() and Figure.show() displays, by the module it is to be done to."""
 
     def catch_figure_show(module) -> None:
         module.Figure.show = lambda figure, *args, **options: displays.show(figure)
@@ -1503,11 +1590,7 @@ def catch_shows(displays: Displays) -> None:
     def catch_pyplot_show(pyplot) -> None:
         pyplot.show = lambda *args, **options: show_figures(pyplot, displays)
 
-    actions = {
-        "matplotlib.figure": catch_figure_show,
-        "matplotlib.pyplot": catch_pyplot_show,
-    }
-    sys.meta_path.insert(0, AfterImport(actions))
+    return {"matplotlib.figure": catch_figure_show, "matplotlib.pyplot": catch_pyplot_show}
 
 
 def show_figures(pyplot, displays: Displays) -> None:
@@ -1753,9 +1836,7 @@ class Console:
     def __init__(self):
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(
-                    encoding="utf-8", errors="backslashreplace", line_buffering=True
-                )
+                stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
         self.streams = (sys.stdout, sys.stderr)
         self.libc = line_buffered_libc()
 
@@ -1872,20 +1953,39 @@ def new_main() -> dict:
     """
     module = MODULE_TYPE("__main__")
     module.__builtins__ = builtins
+    module.__file__ = CELL_FILE  # else inspect finds the source of no class
     sys.modules["__main__"] = module
     return vars(module)
+
+
+def no_main_for_spawned(spawn) -> None:
+    """Keep multiprocessing's spawned processes from looking for `__main__`'s file, which is none.
+
+    As in any notebook, they know nothing that the cell itself defines.
+    """
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name):
+        return {k: v for k, v in prepare(name).items() if k != "init_main_from_path"}
+
+    spawn.get_preparation_data = get_preparation_data
 
 
 def run_source(source: str, namespace: dict):
     """Run the cell; returns the value of its last statement if that is an expression."""
     show_source(CELL_FILE, source)
     code = compile_cell(source)
-    if code.co_flags & IS_COROUTINE:
-        import asyncio
+    try:
+        if code.co_flags & IS_COROUTINE:
+            import asyncio
 
-        asyncio.run(eval(code, namespace))
-    else:
-        exec(code, namespace)
+            asyncio.run(eval(code, namespace))
+        else:
+            exec(code, namespace)
+    finally:
+        sys.settrace(None)
+        sys.setprofile(None)
+        put_back_originals()
     return namespace.pop(LAST_VALUE, None)
 
 
@@ -1906,7 +2006,7 @@ def compile_cell(source: str):
 
 def look_like_an_own_process() -> None:
     """Hide the harness's script from the cell: sys.path, sys.argv and import see none of it."""
-    if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+    if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
         sys.path[0] = ""  # the working folder, as in any notebook
     sys.argv[:] = [""]
 
@@ -1952,7 +2052,10 @@ class Run:
         names = bound_names(self.manifest)
         prints = self.fingerprints(names)
         namespace.update(names)
-        catch_shows(self.displays)
+        os.environ.setdefault("MPLBACKEND", "Agg")
+        follow = {**show_catchers(self.displays), "multiprocessing.spawn": no_main_for_spawned}
+        sys.meta_path.insert(0, AfterImport(follow))
+        self.imports = ImportSystem()
         return namespace, dict(namespace), prints
 
     def fingerprints(self, names: dict) -> dict:
@@ -1968,13 +2071,12 @@ class Run:
     def settle(self, namespace: dict) -> None:
         """After the cell: take back what the harness needs, and write out what is buffered."""
         block_signals()
-        sys.settrace(None)
-        sys.setprofile(None)
+        self.imports.put_back()
         sys.setrecursionlimit(min(max(sys.getrecursionlimit(), 1000), MAX_RECURSION))
         os.umask(0o077)
         self.console.flush()
         for value in list(namespace.values()):
-            if issubclass(type(value), io.IOBase):
+            if issubclass(type(value), _io._IOBase):
                 flush(value)  # the process ends without closing it
         self.release_spare()
         reopen_standard_descriptors()
@@ -2022,12 +2124,15 @@ class Run:
 MAX_RECURSION = 5000
 
 
+WAITING_SIGNALS = frozenset(
+    getattr(_signal, name)
+    for name in ("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGINT")
+)
+
+
 def block_signals() -> None:
     """No alarm that the cell set may interrupt the writing of its results."""
-    import _signal
-
-    waiting = ("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGINT")
-    _signal.pthread_sigmask(_signal.SIG_BLOCK, {getattr(_signal, name) for name in waiting})
+    _signal.pthread_sigmask(_signal.SIG_BLOCK, WAITING_SIGNALS)
 
 
 def report(**known) -> dict:
@@ -2090,17 +2195,21 @@ def run_cell(manifest_path: str) -> int:
 EXIT_SECONDS = 1.0
 
 
-def end_process(code: int) -> None:
+def exit_handlers() -> int:
+    import atexit
+
+    return atexit._ncallbacks()
+
+
+def end_process(code: int, inherited: int = 0) -> None:
     """End this process now, whatever threads the cell left running.
 
     The handlers that the cell or its libraries registered with atexit are run, as a log or an
     upload may depend on them; but the result is written, and one that waits (multiprocessing's
     waits for children that may never end) is not waited for.
     """
-    import atexit
-
     try:
-        if atexit._ncallbacks():
+        if atexit._ncallbacks() > inherited:
             end_after(EXIT_SECONDS, code)
             atexit._run_exitfuncs()
     except BaseException:
@@ -2110,9 +2219,6 @@ def end_process(code: int) -> None:
 
 
 def end_after(seconds: float, code: int) -> None:
-    import _thread
-    import time
-
     def end() -> None:
         time.sleep(seconds)
         flush_everything()
@@ -2146,6 +2252,10 @@ def flush_everything() -> None:
 #
 # A worker that dies, however it dies, closes its end of the socket; that ends the server and all of
 # its cells.
+#
+# The spare. A fork of a process that has imported pandas takes milliseconds, and so do the faults on
+# the pages that its child then touches. So one child is forked ahead, touches what a cell will, and
+# waits: it takes the next launch, and the server forks another while that cell runs.
 
 
 def serve_forks(fd: int, preload: list) -> None:
@@ -2157,7 +2267,7 @@ def serve_forks(fd: int, preload: list) -> None:
     become_subreaper()
     gc_freeze()
     control.sendall(json.dumps({"ready": True, **imported}).encode() + b"\n")
-    ForkServer(control).run()
+    ForkServer(control, spares=bool(preload)).run()
 
 
 def import_all(names: list) -> dict:
@@ -2195,11 +2305,14 @@ def become_subreaper() -> None:
 class ForkServer:
     """The loop: launches come in on ``control``, orders to kill as the end of a lifeline."""
 
-    def __init__(self, control) -> None:
+    def __init__(self, control, spares: bool) -> None:
         import selectors
         import signal
 
         self.control = control
+        self.spares = spares
+        self.spare = 0  # its pid
+        self.spare_socket = None
         self.cells = {}  # pid -> its lifeline
         self.request = b""
         self.fds = []
@@ -2214,6 +2327,8 @@ class ForkServer:
 
     def run(self) -> None:
         while True:
+            if self.spares and not self.spare:
+                self.fork_spare()
             for key, _ in self.selector.select():
                 key.data() if key.fd in (self.control.fileno(), self.woken) else self.on_lifeline(key.data)
 
@@ -2241,18 +2356,51 @@ class ForkServer:
         lifeline = socket.socket(fileno=lifeline_fd)
         try:
             launch = json.loads(message)
-            pid = fork()
+            pid = self.hand_to_spare(launch, message, out, err) or self.fork_cell(launch, out, err)
         except (OSError, ValueError) as problem:
             say(lifeline, {"error": str(problem)})
             lifeline.close()
         else:
-            if pid == 0:
-                become_cell(launch, out, err)
             self.cells[pid] = lifeline
             self.selector.register(lifeline, 1, pid)
             say(lifeline, {"pid": pid})
         os.close(out)
         os.close(err)
+
+    def fork_cell(self, launch: dict, out: int, err: int) -> int:
+        pid = fork()
+        if pid == 0:
+            become_cell(launch, out, err)
+        return pid
+
+    def fork_spare(self) -> None:
+        import socket
+
+        ours, theirs = socket.socketpair()
+        try:
+            self.spare = fork()
+        except OSError:  # then the launch that needs it says so
+            self.spares = False
+            return
+        if self.spare == 0:
+            become_spare(theirs)
+        theirs.close()
+        self.spare_socket = ours
+
+    def hand_to_spare(self, launch: dict, message: bytes, out: int, err: int) -> int:
+        """Give a launch to the waiting spare; its pid, or 0 when there is none to take it."""
+        import socket
+
+        if launch["argv"] or not self.spare:
+            return 0
+        pid, self.spare = self.spare, 0
+        with self.spare_socket as spare:
+            try:
+                socket.send_fds(spare, [len(message).to_bytes(4, "big")], [out, err])
+                spare.sendall(message)
+            except OSError:  # it died
+                return 0
+        return pid
 
     # Ends
 
@@ -2283,11 +2431,13 @@ class ForkServer:
                 return ended
             if pid in self.cells:
                 ended[pid] = exit_code(status)
+            elif pid == self.spare:  # killed from outside; the next is forked by the next launch
+                self.spare = 0
 
     def end_orphans(self, ended: dict) -> None:
         """Kill children that are no cells until there are none; cells may end meanwhile."""
         while True:
-            orphans = [pid for pid in children_of(os.getpid()) if pid not in self.cells]
+            orphans = [pid for pid in children_of(os.getpid()) if pid not in self.cells and pid != self.spare]
             if not orphans:
                 return
             kill_trees(orphans)
@@ -2376,13 +2526,13 @@ def kill_trees(roots: list) -> None:
     """Freeze processes and all that descends from them, then kill them all."""
     import signal
 
-    frozen, found = [], list(roots)
+    frozen, found = {}, list(roots)
     while found:
         for pid in found:
             send(os.kill, pid, signal.SIGSTOP)
-        frozen += found
+            frozen[pid] = None
         # A process stops a moment after it was told: look again until nobody new turns up.
-        found = [child for pid in frozen for child in children_of(pid) if child not in set(frozen)]
+        found = [child for pid in frozen for child in children_of(pid) if child not in frozen]
     for pid in frozen:
         send(os.kill, pid, signal.SIGKILL)
 
@@ -2399,22 +2549,57 @@ def send(how, pid: int, number: int) -> None:
 
 def become_cell(launch: dict, out: int, err: int) -> None:
     """Turn a fork of the server into the process of one cell. Does not return."""
-    try:
-        os.setsid()
-        take_streams(out, err)
-        reset_signals()
-        become_subreaper()
-        be_first_to_go()
-        limit_memory(launch.get("memory_mb"))
-        os.chdir(launch["cwd"])
-        if launch["argv"]:
-            execute(launch)
-        refresh(launch)
-        end_process(run_cell(launch["manifest"]))
-    except BaseException as problem:
+    with ends_here():
+        detach()
+        take_launch(launch, out, err)
+
+
+def become_spare(waiting) -> None:
+    """Turn a fork of the server into one that waits for its launch. Does not return."""
+    import socket
+
+    with ends_here():
+        detach()
+        os.dup2(waiting.detach(), 3)
+        os.closerange(4, max_descriptor())
+        reseed()
+        rehearse()
+        with socket.socket(fileno=3) as waiting:
+            size, fds, _, _ = socket.recv_fds(waiting, 4, 2)
+            if not size:
+                os._exit(0)  # the server is gone
+            message = waiting.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+        take_launch(json.loads(message), *fds)
+
+
+class ends_here:
+    """A block at whose end the process ends."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, problem, traceback) -> None:
         os.write(2, ("the cell's process could not be set up: %s\n" % problem).encode())
-    finally:
         os._exit(127)
+
+
+def detach() -> None:
+    os.setsid()
+    reset_signals()
+    become_subreaper()
+    be_first_to_go()
+
+
+def take_launch(launch: dict, out: int, err: int) -> None:
+    take_streams(out, err)
+    limit_memory(launch.get("memory_mb"))
+    os.chdir(launch["cwd"])
+    if launch["argv"]:
+        execute(launch)
+    inherited = exit_handlers()
+    refresh(launch)
+    code = run_cell(launch["manifest"])
+    end_process(code, inherited)
 
 
 def execute(launch: dict) -> None:
@@ -2466,18 +2651,38 @@ def limit_memory(megabytes) -> None:
 
 
 def refresh(launch: dict) -> None:
-    """What a fresh interpreter would have: its environment, streams, arguments and randomness."""
+    """What a fresh interpreter would have: its environment, arguments and streams."""
     import time
 
-    os.environ.clear()
-    os.environ.update(launch["env"])
+    replace_environment(launch["env"])
     time.tzset()
     sys.argv[:] = [__file__, launch["manifest"]]
     for name, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
-        stream = open(fd, "r" if fd == 0 else "w", encoding="utf-8", errors="surrogateescape", closefd=False)
+        stream = open(fd, "r" if fd == 0 else "w", encoding="utf-8", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, "__%s__" % name, stream)
-    reseed()
+
+
+def replace_environment(env: dict) -> None:
+    """Change what differs: each change is a call into the C library, and most are none."""
+    for name in [name for name in os.environ if name not in env]:
+        del os.environ[name]
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def rehearse() -> None:
+    """Do, to no effect, what a cell's process does, so that its pages are there when it counts."""
+    import time
+
+    for name, value in list(os.environ.items()):
+        os.environ[name] = value
+    time.tzset()
+    exec(compile_cell("x = 1\nx"), {})
+    json.loads(json.dumps({"source": "x = 1", "inputs": {}, "size": [1, 1.5, None, True]}))
+    with open(os.devnull, "w", encoding="utf-8") as stream:
+        stream.write("x")
 
 
 def reseed() -> None:

@@ -237,6 +237,14 @@ class Settings:
         "STRATA_WORKER_PRELOAD", name_list, ("pyarrow", "numpy", "pandas"),
         "modules the fork server imports once for all cells; empty for none, off for no fork server",
     )
+    cell_memory_mb: int = setting(
+        "STRATA_WORKER_CELL_MEMORY_MB", whole_number(16), None,
+        "memory that each process of a cell may use, in MiB. Default: no limit",
+    )
+    console_max_bytes: int = setting(
+        "STRATA_WORKER_CONSOLE_MAX_BYTES", whole_number(4096), 64 * 2**20,
+        "how much of a cell's stdout, and of its stderr, is kept: the start and the end",
+    )
     run_root: str = setting(
         "STRATA_WORKER_RUN_ROOT", str, None,
         "where the folders of running cells are made. Default: the system's temporary folder",
@@ -323,6 +331,7 @@ NEGLIGIBLE = 64 * 1024  # of an unread body: one packet of a large loopback
 MAX_PARTS = 10_000  # multipart parts; Starlette allows 1,000 files
 MAX_PART_HEAD = 16 * 1024
 MAX_METADATA = 32 * 1024 * 1024  # the source and two lock files; a real one is 100 kB
+FULL_DISK = 64 * 1024  # free bytes under which a lost result is the disk's fault
 MAX_RESULT = 256 * 1024 * 1024  # result.json of 100,000 variables is 20 MB
 CHUNK = 1024 * 1024  # read and written at a time
 
@@ -1949,12 +1958,12 @@ class LiveConsole:
     notebook shows nothing after a gap, so there is none.
     """
 
-    def __init__(self, fetcher, url, fds):
+    def __init__(self, fetcher, url, console):
         self.fetcher, self.url = fetcher, url
         self.halt = Halt()
         self.over = threading.Event()
         self.posting_since = None
-        self.streams = [LiveStream(name, os.dup(fd)) for name, fd in fds.items()]
+        self.streams = [LiveStream(name, os.dup(fd), console.half) for name, fd in console.fds.items()]
         self.thread = threading.Thread(target=self.run, name="strata-live-console", daemon=True)
         self.thread.start()
 
@@ -2015,23 +2024,26 @@ class LiveConsole:
 
 
 class LiveStream:
-    """One stream of a live console: where it is read up to, and its next ``seq``."""
+    """One stream of a live console: where it is read up to, and its next ``seq``.
+
+    It ends at ``limit``: what comes after that a long console may not keep.
+    """
 
     SIZE = 256 * 1024
 
-    def __init__(self, name, fd):
-        self.name, self.fd = name, fd
+    def __init__(self, name, fd, limit):
+        self.name, self.fd, self.limit = name, fd, limit
         self.position = self.seq = 0
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def pending(self):
-        return os.fstat(self.fd).st_size > self.position
+        return min(os.fstat(self.fd).st_size, self.limit) > self.position
 
     def take(self, last):
         """The next chunk as UTF-8, whole characters only."""
-        data = os.pread(self.fd, self.SIZE, self.position)
+        data = os.pread(self.fd, min(self.SIZE, self.limit - self.position), self.position)
         self.position += len(data)
-        return self.decoder.decode(data, final=last and not data).encode()
+        return self.decoder.decode(data, final=last and not data and self.position < self.limit).encode()
 
 
 # ---------------------------------------------------------------------------------------
@@ -2071,9 +2083,10 @@ class Launch:
     cwd: str
     env: dict
     console: list  # the file descriptors of stdout and stderr
+    memory_mb: int = None
 
     def message(self):
-        fields = {"argv": self.argv, "manifest": self.manifest, "cwd": self.cwd, "env": self.env}
+        fields = {name: getattr(self, name) for name in ("argv", "manifest", "cwd", "env", "memory_mb")}
         body = json.dumps(fields).encode()
         return len(body).to_bytes(4, "big") + body
 
@@ -2285,32 +2298,111 @@ class Console:
     """A cell's stdout and stderr: files, so that nobody who holds them open can hang a run.
 
     The worker keeps them open too, so that a cell which deletes its folder keeps its console.
+    Of each, ``limit`` bytes are kept, one half from the start and one from the end: a
+    ConsoleKeeper gives the disk between them back while the cell still prints.
     """
 
     STREAMS = ("stdout", "stderr")
 
-    def __init__(self, folder):
+    def __init__(self, folder, limit=64 * 2**20):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self.paths = {stream: str(folder / stream) for stream in self.STREAMS}
         self.fds = {stream: os.open(path, flags, 0o600) for stream, path in self.paths.items()}
+        self.half = limit // 2
+        self.trimmed = dict.fromkeys(self.STREAMS, self.half)  # up to where the middle is gone
+        self.lock = threading.Lock()  # a keeper shall not trim a descriptor that is closed
 
     def close(self):
-        while self.fds:
-            os.close(self.fds.popitem()[1])
+        with self.lock:
+            while self.fds:
+                os.close(self.fds.popitem()[1])
+
+    def trim(self):
+        """Free the disk between the start and the end that are kept."""
+        with self.lock:
+            for stream, fd in self.fds.items():
+                start, end = self.trimmed[stream], os.fstat(fd).st_size - self.half
+                if end - start > self.half:
+                    punch_hole(fd, start, end - start)
+                    self.trimmed[stream] = end
 
     def text(self, stream):
-        """A FileSlice of valid UTF-8: the file as it is, or a copy with U+FFFD for what is not."""
+        """A FileSlice of valid UTF-8: the file as it is, or a copy with U+FFFD for what is not
+        and a line for what is missing."""
         path, fd = self.paths[stream], self.fds[stream]
-        if not is_at(path, fd) or not is_utf8(fd):
+        size = os.fstat(fd).st_size
+        if size > 2 * self.half or not is_at(path, fd) or not is_utf8(fd):
             path += ".txt"
-            copy_text(fd, path)
+            self.copy(fd, size, path)
         return FileSlice(path, os.stat(path).st_size)
+
+    def copy(self, fd, size, path):
+        missing = size - 2 * self.half
+        with open(path, "x", encoding="utf-8", newline="") as copy:
+            if missing <= 0:
+                copy_text(fd, 0, size, copy)
+                return
+            copy_text(fd, 0, self.half, copy)
+            copy.write("\n... %d bytes are missing here: STRATA_WORKER_CONSOLE_MAX_BYTES is %d ...\n" % (missing, 2 * self.half))
+            copy_text(fd, size - self.half, size, copy)
 
     def tail(self, stream, size=2000):
         """The last characters written, for an error message."""
         fd = self.fds[stream]
         start = max(0, os.fstat(fd).st_size - size)
         return os.pread(fd, size, start).decode("utf-8", "replace").strip()
+
+
+class ConsoleKeeper:
+    """Trims the consoles of running cells, all from one thread."""
+
+    PERIOD = 0.1
+
+    def __init__(self):
+        self.consoles = set()
+        self.changed = threading.Condition()
+        self.stopped = False
+        threading.Thread(target=self.run, name="strata-console-keeper", daemon=True).start()
+
+    @contextlib.contextmanager
+    def keeping(self, console):
+        with self.changed:
+            self.consoles.add(console)
+            self.changed.notify()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.consoles.discard(console)
+
+    def run(self):
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.consoles or self.stopped)
+                if self.stopped:
+                    return
+                self.changed.wait(self.PERIOD)  # a cell that is over by then needs no keeping
+                consoles = list(self.consoles)
+            for console in consoles:
+                console.trim()
+
+    def stop(self):
+        with self.changed:
+            self.stopped = True
+            self.changed.notify()
+
+
+def punch_hole(fd, start, length):
+    """Give a file's bytes back to the disk and keep its size; where that is not to be had, keep both."""
+    import ctypes
+
+    KEEP_SIZE, PUNCH_HOLE = 1, 2
+    if sys.platform.startswith("linux"):
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+        fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+        if fallocate(fd, KEEP_SIZE | PUNCH_HOLE, start, length) == 0:
+            return
+    log.warning("this disk cannot give back the middle of a long console")
 
 
 def is_at(path, fd):
@@ -2320,21 +2412,20 @@ def is_at(path, fd):
         return False
 
 
-def pieces(fd):
-    """A file's content from its start, whatever its descriptor's position."""
-    position = 0
-    while True:
-        piece = os.pread(fd, CHUNK, position)
+def pieces(fd, start, end):
+    """Bytes of a file, whatever its descriptor's position."""
+    while start < end:
+        piece = os.pread(fd, min(CHUNK, end - start), start)
         if not piece:
             return
-        position += len(piece)
+        start += len(piece)
         yield piece
 
 
 def is_utf8(fd):
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for piece in pieces(fd):
+        for piece in pieces(fd, 0, os.fstat(fd).st_size):
             decoder.decode(piece)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
@@ -2342,12 +2433,11 @@ def is_utf8(fd):
     return True
 
 
-def copy_text(fd, path):
+def copy_text(fd, start, end, copy):
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    with open(path, "x", encoding="utf-8", newline="") as copy:
-        for piece in pieces(fd):
-            copy.write(decoder.decode(piece))
-        copy.write(decoder.decode(b"", final=True))
+    for piece in pieces(fd, start, end):
+        copy.write(decoder.decode(piece))
+    copy.write(decoder.decode(b"", final=True))
 
 
 # ---------------------------------------------------------------------------------------
@@ -2873,21 +2963,24 @@ class Executor:
     """Runs staged cells: writes the harness's manifest, starts it, waits, and reads what it left."""
 
     def __init__(self, settings, machine):
+        self.settings = settings
         self.env = cell_environment(os.environ, settings.env_allowlist)
         self.machine = machine
         self.launcher = Launcher(settings, self.env)
+        self.keeper = ConsoleKeeper()
 
     def execute(self, run, cell, inputs, live=None):
         """Run a cell whose inputs are staged; its Bundle.
 
         ``inputs`` is what the harness is told of each, by name; ``live`` is called with the
-        console's descriptors when the cell is about to start, for a LiveConsole.
+        Console when the cell is about to start.
         """
-        with contextlib.closing(Console(run.folder)) as console:
+        with contextlib.closing(Console(run.folder, self.settings.console_max_bytes)) as console:
             launch = self.prepare(run, cell, inputs, console)
             if live is not None:
-                live(console.fds)
-            code = self.supervise(run, cell, launch, console)
+                live(console)
+            with self.keeper.keeping(console):
+                code = self.supervise(run, cell, launch, console)
             result = self.result(run, code, console)
             run.outcome = "ok" if result["success"] else "the cell raised %.200s" % result.get("error")
             return bundle_of(result, run.folder / "outputs", console, {"hardware": self.machine.hardware})
@@ -2906,7 +2999,7 @@ class Executor:
         env.update((name.upper(), value) for name, value in run.trace.items())
         if run.gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = run.gpu  # over the caller's: the slot is what was admitted
-        return Launch(None, str(manifest), str(run.folder / "work"), env, list(console.fds.values()))
+        return Launch(None, str(manifest), str(run.folder / "work"), env, list(console.fds.values()), self.settings.cell_memory_mb)
 
     def start(self, cell, launch):
         if cell.language == "python":
@@ -2932,11 +3025,22 @@ class Executor:
         except (ValueError, OSError) as problem:
             raise run_failed("the cell left no readable result: %s%s" % (problem, said(console))) from None
         if result is None:
-            raise run_failed("the cell's process %s before it could report%s" % (ending(code), said(console)))
+            why = "the cell's process %s before it could report" % ending(code)
+            if shutil.disk_usage(run.folder.parent).free < FULL_DISK:
+                why += ": No space left on the disk of %s" % run.folder.parent
+            raise run_failed(why + said(console))
+        self.explain_memory(result)
         return result
+
+    def explain_memory(self, result):
+        """A cell that met the limit on its memory is told that it was the limit."""
+        limit, error = self.settings.cell_memory_mb, result.get("error")
+        if limit and isinstance(error, str) and "MemoryError" in error:
+            result["error"] = "%s (STRATA_WORKER_CELL_MEMORY_MB limits it to %d MiB)" % (error, limit)
 
     def stop(self):
         self.launcher.stop()
+        self.keeper.stop()
 
 
 class Pull:
@@ -2967,9 +3071,9 @@ class Pull:
             **answer,
         }
 
-    def go_live(self, fds):
+    def go_live(self, console):
         if self.manifest.log_url:
-            self.live = LiveConsole(self.fetcher, self.manifest.log_url, fds)
+            self.live = LiveConsole(self.fetcher, self.manifest.log_url, console)
 
     def stage(self):
         """Download what the cell's inputs need, each artifact once; what the harness is told."""

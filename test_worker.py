@@ -1768,3 +1768,385 @@ def make_certificate(folder, name):
     )
     path.write_text(path.read_text() + Path(str(path) + ".key").read_text())
     return path
+
+
+# ---------------------------------------------------------------------------------------
+# Endurance: nothing a cell or the machine does takes the worker down
+# ---------------------------------------------------------------------------------------
+
+UNRULY = {
+    "a child": "subprocess.Popen(['sleep', '60'])",
+    "a child in a session of its own": "subprocess.Popen(['sleep', '60'], start_new_session=True)",
+    "a child that ignores SIGTERM": "subprocess.Popen(['sh', '-c', 'trap \"\" TERM HUP INT; while :; do sleep 1; done'])",
+    "a stopped child": "os.kill(subprocess.Popen(['sleep', '60']).pid, signal.SIGSTOP)",
+    "a daemon": "os.fork() or (os.setsid(), os.fork() or time.sleep(60), os._exit(0))",
+    "grandchildren": "subprocess.Popen(['sh', '-c', 'sleep 60 & sleep 60 & (sleep 60 &) ; wait'])",
+    "a shell's orphan": "subprocess.run(['sh', '-c', 'setsid sleep 60 & exit 0'])",
+    "forks that fork": "[os.fork() for _ in range(5)]; os.getpid() == me or time.sleep(60)",
+}
+ENDINGS = {
+    "success": "",
+    "an error": "raise ValueError",
+    "a timeout": "time.sleep(60)",
+    "a crash": "os.abort()",
+    "an exit": "os._exit(1)",
+}
+
+
+def marked(mark):
+    """The living processes whose environment holds the mark."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            state = (path.parent / "stat").read_text().rpartition(")")[2].split()[0]
+            if mark.encode() in path.read_bytes() and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("child", UNRULY)
+def test_no_process_outlives_its_cell(worker, child, ending):
+    if not sys.platform.startswith("linux"):
+        pytest.skip("needs /proc")
+    mark = "MARK=%s" % os.urandom(8).hex()
+    # OMP_* makes it a process of its own, whose environment block shows the mark to this test.
+    env = {"MARK": mark[5:], "OMP_NUM_THREADS": "1"}
+    source = "import os, signal, subprocess, sys, time\nme = os.getpid()\n_c = %s\n%s" % (UNRULY[child], ENDINGS[ending])
+    answer = worker.execute(source, env=env, timeout_seconds=2 if ending == "a timeout" else 30)
+    assert answer.status == {"a timeout": 408, "a crash": 500, "an exit": 500}.get(ending, 200)
+    eventually(lambda: not marked(mark), "its processes are gone", 2)
+
+
+def test_no_process_outlives_a_cancel(worker):
+    mark = "MARK=%s" % os.urandom(8).hex()
+    source = "import os, subprocess, time\nsubprocess.Popen(['setsid', 'sleep', '60'])\ntime.sleep(60)"
+    call = lambda: worker.execute(source, build_id="cancelled-tree", env={"MARK": mark[5:], "OMP_NUM_THREADS": "1"})  # noqa: E731
+    with in_background(call) as answer:
+        eventually(lambda: len(marked(mark)) >= 2, "its processes run")
+        assert worker.cancel("cancelled-tree")["cancelled"]
+        assert answer(5).status == 500
+        assert not marked(mark)
+
+
+def test_a_fork_bomb_is_ended_whole(worker):
+    mark = "MARK=%s" % os.urandom(8).hex()
+    source = (
+        "import os, time\nend = time.time() + 20\n"
+        "def bomb(depth):\n    while time.time() < end:\n        if depth < 3 and os.fork() == 0:\n            bomb(depth + 1); os._exit(0)\n        time.sleep(0.05)\nbomb(0)"
+    )
+    answer = worker.execute(source, env={"MARK": mark[5:], "OMP_NUM_THREADS": "1"}, timeout_seconds=1)
+    assert answer.status == 408
+    eventually(lambda: not marked(mark), "its processes are gone", 2)
+    assert worker.run("x = 1").json("x") == 1
+
+
+def test_cells_die_with_a_worker_that_is_killed(tmp_path):
+    mark = "MARK=%s" % os.urandom(8).hex()
+    worker = WorkerProcess(STRATA_WORKER_RUN_ROOT=str(tmp_path))
+    with worker as client:
+        source = "import os, subprocess, time\nsubprocess.Popen(['setsid', 'sleep', '60'])\ntime.sleep(60)"
+        call = lambda: client.execute(source, env={"MARK": mark[5:], "OMP_NUM_THREADS": "1"})  # noqa: E731
+        with in_background(lambda: pytest.raises(OSError, call)):
+            eventually(lambda: len(marked(mark)) >= 2, "its processes run")
+            worker.process.kill()
+            eventually(lambda: not marked(mark), "its processes are gone", 2)
+
+
+def test_a_run_survives_the_death_of_its_fork_server():
+    worker = WorkerProcess()
+    with worker as client:
+        eventually(lambda: fork_servers(worker, "pandas"), "the fork server runs")
+        client.run("x = 1")
+        with in_background(lambda: client.execute("import time; time.sleep(2); x = 7", build_id="survivor")) as answer:
+            eventually(lambda: client.health()["active_executions"], "the cell runs")
+            time.sleep(0.5)  # into the sleep of the cell: there is nothing outside to wait for
+            for pid in fork_servers(worker):
+                os.kill(pid, signal.SIGKILL)
+            assert client.run("x = 2").json("x") == 2
+            assert answer().bundle.json("x") == 7
+
+
+def test_a_fork_server_that_hangs_loses_no_run():
+    worker = WorkerProcess()
+    with worker as client:
+        client.run("x = 1")
+        eventually(lambda: fork_servers(worker, "pandas"), "the fork server runs")
+        for pid in fork_servers(worker, "pandas"):
+            os.kill(pid, signal.SIGSTOP)
+        assert client.run("x = 2").json("x") == 2
+        assert client.run("x = 3").json("x") == 3
+
+
+def fork_servers(worker, preload=""):
+    return [
+        pid for pid, command in processes_of(worker.process.pid)
+        if "--fork-server" in command and preload in command[-1] and parent_of(pid) == worker.process.pid
+    ]
+
+
+def parent_of(pid):
+    return int(Path("/proc/%d/stat" % pid).read_text().rpartition(")")[2].split()[1])
+
+
+def test_the_kernel_takes_a_cell_before_the_worker(worker):
+    score = worker.run("score = int(open('/proc/self/oom_score_adj').read())").json("score")
+    assert score > int(Path("/proc/%d/oom_score_adj" % worker.worker.process.pid).read_text())
+
+
+@pytest.mark.parametrize("source", ["x = bytes(2**30)", "x = [bytes(10**6) for _ in range(2000)]", "import numpy\nx = numpy.ones(2**28)"])
+def test_a_cell_over_its_memory_is_an_error_that_says_so(source):
+    with WorkerProcess(STRATA_WORKER_CELL_MEMORY_MB="600") as client:
+        bundle = client.execute(source).bundle
+        assert not bundle.manifest["success"]
+        assert "MemoryError" in bundle.manifest["error"] and "STRATA_WORKER_CELL_MEMORY_MB" in bundle.manifest["error"]
+        assert client.run("x = 1")
+
+
+def test_a_console_without_end_keeps_its_start_and_its_end_and_gives_the_disk_back(tmp_path):
+    source = (
+        "import os, time\nprint('the start')\nline = b'x' * 1023 + b'\\n'\n"
+        "for n in range(200):\n    os.write(1, line * 1024); time.sleep(0.01)\n"
+        "time.sleep(0.5)\ndisk = os.stat('../stdout').st_blocks * 512\nprint('the end')"
+    )
+    with WorkerProcess(STRATA_WORKER_CONSOLE_MAX_BYTES=str(2**20), STRATA_WORKER_RUN_ROOT=str(tmp_path)) as client:
+        bundle = client.run(source)
+    assert bundle.stdout.startswith("the start\n") and bundle.stdout.endswith("the end\n")
+    assert re.search(r"\n\.\.\. 20\d+ bytes are missing here", bundle.stdout)
+    assert 2**20 <= len(bundle.stdout) < 2**20 + 200
+    assert bundle.json("disk") < 20 * 2**20
+
+
+@pytest.mark.parametrize("written", ["b'a\\0b'", "b'\\xff\\xfe' * 1000", "b'x' * 3_000_000"])
+def test_any_bytes_make_a_console(worker, written):
+    stdout = worker.run("import os\n_n = os.write(1, %s)" % written).stdout
+    assert stdout == eval(written).decode("utf-8", "replace")
+
+
+HOSTILE = {
+    "closed descriptors": "import os\nx = 1\nfor fd in range(200):\n    try: os.close(fd)\n    except OSError: pass",
+    "changed handlers": "import signal\nx = 1\nfor n in (signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGALRM): signal.signal(n, signal.SIG_IGN)",
+    "another folder": "import os\nx = 1\nos.chdir('/')",
+    "no stdout": "import sys\nx = 1\nsys.stdout = sys.stderr = None",
+    "no builtins": "x = 1\ndel __builtins__",
+    "a running thread": "import threading, time\nx = 1\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+    "an exit handler that hangs": "import atexit, time\nx = 1\natexit.register(time.sleep, 60)",
+    "a value that cannot be pickled": "import threading\nx = 1\ny = threading.Lock()",
+    "a value that raises": "x = 1\nclass Y:\n    def __reduce__(self): raise ValueError('no')\n    __repr__ = __eq__ = __hash__ = __reduce__\ny = Y()",
+    "a value that exits": "x = 1\nclass Y:\n    def __reduce__(self): raise SystemExit(3)\ny = Y()",
+    "a deep value": "x = 1\ny = []\nfor _ in range(10**5): y = [y]",
+    "many descriptors": "import os\nx = 1\ny = 0\ntry:\n    while True: os.open('/dev/null', 0)\nexcept OSError: pass",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_cell_gets_its_result_and_harms_nobody(worker, kind):
+    bundle = worker.execute(HOSTILE[kind]).bundle
+    assert bundle.manifest["success"], bundle.manifest["traceback"]
+    assert bundle.json("x") == 1
+    assert worker.run("x = 2").json("x") == 2
+
+
+def test_a_value_that_hangs_is_a_timeout(worker):
+    answer = worker.execute("import time\nclass Y:\n    def __reduce__(self): time.sleep(60)\ny = Y()", timeout_seconds=1)
+    assert answer.status == 408
+
+
+def test_endless_recursion_is_an_error(worker):
+    bundle = worker.execute("def f(): return f()\nf()").bundle
+    assert bundle.manifest["error"].startswith("RecursionError")
+
+
+def test_a_hundred_thousand_variables_come_back(worker):
+    bundle = worker.execute("for n in range(100_000): globals()['v%d' % n] = n", timeout_seconds=120, timeout=180).bundle
+    assert len(bundle.manifest["variables"]) == 100_001 and bundle.json("v99999") == 99999
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 8 MiB."""
+    need(sys.platform.startswith("linux"), "needs Linux")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip("cannot mount a small disk here: " + mounted.stderr)
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(
+    "what, source, inputs",
+    [
+        ("staging", "x = 1", [("data", "file/path", bytes(10 * 2**20))]),
+        ("running", "open('big', 'wb').write(bytes(10 * 2**20))", []),
+        ("answering", "x = bytes(10 * 2**20)", []),
+        ("printing", "import os\nfor _ in range(10 * 2**10): os.write(1, b'x' * 1024)", []),
+    ],
+)
+def test_a_full_disk_is_an_error_with_the_reason_and_the_next_run_is_fine(small_disk, what, source, inputs):
+    with WorkerProcess(STRATA_WORKER_RUN_ROOT=str(small_disk)) as client:
+        answer = client.execute(source, inputs)
+        if answer.status == 200:
+            failed = [entry["error"] for entry in answer.bundle.manifest["variables"].values() if "error" in entry]
+            error = answer.bundle.manifest["error"] or failed[0]
+        else:
+            assert answer.status == 500
+            error = answer.json["error"]
+        assert "No space left" in error, what
+        eventually(lambda: not list(small_disk.glob("*/run-*")), "the folder is gone")
+        assert client.run("x = 1").json("x") == 1
+
+
+def test_a_worker_out_of_descriptors_recovers():
+    limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60)); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    worker = WorkerProcess()
+    with worker:
+        pass
+    process = subprocess.Popen(
+        [sys.executable, "-c", limited, str(HERE / "strata_worker.py"), "--port", "0"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        url = next(re.search(r"listening on (\S+)", line).group(1) for line in process.stderr if "listening" in line)
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        client = Client(type("W", (), {"port": int(url.rsplit(":", 1)[1])}))
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                with contextlib.suppress(OSError):
+                    stack.enter_context(socket.create_connection(("127.0.0.1", client.port), timeout=5))
+            assert client.health()["status"] == "healthy"
+        assert eventually(lambda: client.execute("x = 1").status == 200, "a cell runs again")
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_two_cells_share_no_randomness_and_nothing_else(worker):
+    source = (
+        "import numpy, os, random, sys, tempfile, uuid\nmade = [random.random(), float(numpy.random.rand()), str(uuid.uuid4()), tempfile.mktemp(), os.getpid()]\n"
+        "leaked = hasattr(sys, 'left')\nsys.left = True\nargv = sys.argv\nids = [os.getpid() == os.getpgid(0), os.getpid() == os.getsid(0)]\n"
+        "umask = os.umask(0o22)\nfds = sorted(map(int, os.listdir('/proc/self/fd')))[:3]\ncount = len(os.listdir('/proc/self/fd'))"
+    )
+    one, two = worker.run(source), worker.run(source)
+    assert not set(map(str, one.json("made"))) & set(map(str, two.json("made")))
+    assert two.json("leaked") is False and two.json("ids") == [True, True] and two.json("umask") == 0o22
+    assert two.json("fds") == [0, 1, 2] and two.json("count") <= 8
+
+
+@pytest.mark.parametrize("env, source", [({"OMP_NUM_THREADS": "3"}, ""), ({}, "os.environ['OPENBLAS_NUM_THREADS'] = '1'"), ({"PYTHONHASHSEED": "5"}, "")])
+def test_what_is_read_at_import_gets_a_process_that_has_not_imported(worker, env, source):
+    assert worker.run("import os, sys\n%s\ncold = 'pandas' not in sys.modules" % source, env=env).json("cold") is True
+
+
+@pytest.mark.parametrize("preload", ["", "off", "pyarrow"])
+def test_cells_run_whatever_is_preloaded(preload):
+    with WorkerProcess(STRATA_WORKER_PRELOAD=preload) as client:
+        for _ in range(2):
+            assert client.run("import os\nx = 1\nprint('x')\nenv = os.environ['A']", env={"A": "b"}).json("x") == 1
+
+
+# ---------------------------------------------------------------------------------------
+# Soak: mixed load at twice the slots
+# ---------------------------------------------------------------------------------------
+
+
+def test_a_soak_of_mixed_load_leaves_nothing_behind(tmp_path, peer):
+    """STRATA_TEST_SOAK_SECONDS sets how long; five minutes is a full one."""
+    seconds = float(os.environ.get("STRATA_TEST_SOAK_SECONDS", "30"))
+    slots = 4
+    worker = WorkerProcess(
+        "--max-concurrent", str(slots), STRATA_WORKER_RUN_ROOT=str(tmp_path), STRATA_WORKER_ALLOW_LOCAL_HOSTS="1", STRATA_WORKER_STALL_SECONDS="2"
+    )
+    with worker as client:
+        eventually(lambda: fork_servers(worker, "pandas"), "the fork server runs")
+        for _ in range(20):
+            client.run("x = 1")
+        before = footprint(worker)
+        counts = Soak(client, peer, time.monotonic() + seconds).run(2 * slots)
+        eventually(lambda: client.health()["active_executions"] == 0, "all slots are free")
+        eventually(lambda: not list(tmp_path.glob("*/run-*")), "no folder is left")
+        after = eventually(lambda: calm(before, footprint(worker)), "threads, descriptors and processes are as before", 15)
+    assert sum(counts.values()) > seconds, counts
+    assert {"success", "error", "crash", "timeout", "cancel", "hang-up", "refusal", "pull"} <= set(counts), counts
+    assert after["memory"] - before["memory"] < 32 * 2**20
+
+
+def footprint(worker):
+    psutil = pytest.importorskip("psutil")
+    process = psutil.Process(worker.process.pid)
+    return {
+        "threads": process.num_threads(), "descriptors": process.num_fds(),
+        "processes": len(process.children(recursive=True)), "memory": process.memory_info().rss,
+    }
+
+
+def calm(before, after):
+    """``after`` when it is no more than ``before``; a spare process may be on its way."""
+    same = all(after[key] <= before[key] for key in ("threads", "descriptors")) and after["processes"] <= before["processes"] + 1
+    return after if same else None
+
+
+class Soak:
+    """Clients that each do one thing after another until time is up, checking every answer."""
+
+    def __init__(self, client, peer, deadline):
+        self.client, self.peer, self.deadline = client, peer, deadline
+        self.counts, self.problems, self.lock = {}, [], threading.Lock()
+
+    def run(self, clients):
+        threads = [threading.Thread(target=self.work, args=(number,)) for number in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not self.problems, self.problems[:3]
+        return self.counts
+
+    def work(self, number):
+        actions = [self.success, self.error, self.crash, self.timeout, self.cancel, self.hang_up, self.pull]
+        turn = number
+        while time.monotonic() < self.deadline:
+            turn += 1
+            try:
+                kind = actions[turn % len(actions)]("%d-%d" % (number, turn))
+            except Exception as problem:
+                self.problems.append(repr(problem))
+                return
+            with self.lock:
+                self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    def expect(self, answer, kind, *statuses):
+        if answer.status == 503:
+            assert answer.headers["Retry-After"]
+            return "refusal"
+        assert answer.status in statuses, (kind, answer.status, answer.body[:500])
+        return kind
+
+    def success(self, name):
+        answer = self.client.execute("y = x + 1\nprint(y)", [("x", "json/object", b"1")], build_id=name)
+        return self.expect(answer, "success", 200)
+
+    def error(self, name):
+        return self.expect(self.client.execute("1 / 0", build_id=name), "error", 200)
+
+    def crash(self, name):
+        return self.expect(self.client.execute("import os; os.abort()", build_id=name), "crash", 500)
+
+    def timeout(self, name):
+        source = "import subprocess, time; subprocess.Popen(['sleep', '30']); time.sleep(30)"
+        return self.expect(self.client.execute(source, timeout_seconds=0.3, build_id=name), "timeout", 408)
+
+    def cancel(self, name):
+        with in_background(lambda: self.client.execute("import time; time.sleep(30)", build_id=name)) as answer:
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline and not self.client.cancel(name)["cancelled"]:
+                with contextlib.suppress(AssertionError):
+                    return self.expect(answer(0.02), "cancel", 409, 500)
+            return self.expect(answer(), "cancel", 409, 500)
+
+    def hang_up(self, name):
+        body, content_type = form_of([("metadata", json.dumps(envelope("x = 1", build_id=name)).encode())])
+        head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n" % (content_type.encode(), len(body))
+        self.client.send((head + body)[: len(head) + hash(name) % len(body)]).close()
+        return "hang-up"
+
+    def pull(self, name):
+        return self.expect(self.client.manifest(self.peer.manifest("y = x", [("x", "json/object", b"1")], build_id=name)), "pull", 200)
