@@ -39,10 +39,11 @@
 # the rest of the file is read in the global environment only if something jumped past it.
 
 if (identical(environment(), globalenv())) {
-  sys.source(
-    sub("^--file=", "", grep("^--file=", commandArgs(), value = TRUE)[[1]]),
-    envir = new.env(parent = baseenv()), keep.source = FALSE
-  )
+  local({
+    path <- sub("^--file=", "", grep("^--file=", commandArgs(), value = TRUE)[[1]])
+    path <- gsub("~+~", " ", path, fixed = TRUE) # how Rscript passes a space
+    sys.source(path, envir = new.env(parent = baseenv()), keep.source = FALSE)
+  })
   cat("strata: the cell jumped out of its harness\n", file = stderr())
   base::quit(save = "no", status = 1L, runLast = FALSE)
 }
@@ -79,13 +80,16 @@ use_utf8 <- function() {
 
 # Any text as valid UTF-8; bytes that are none show as <ff>.
 printable <- function(text) {
-  text <- enc2utf8(as.character(text))
-  bad <- !is.na(text) & !validUTF8(text)
+  text <- as.character(text)
+  bad <- !is_valid(text)
+  Encoding(text[bad]) <- "UTF-8"
   text[bad] <- iconv(text[bad], "UTF-8", "UTF-8", sub = "byte")
-  text
+  enc2utf8(text)
 }
 
-is_text <- function(text) all(validUTF8(enc2utf8(text[!is.na(text)])))
+# enc2utf8() would make text of what is none.
+is_valid <- function(text) is.na(text) | Encoding(text) != "bytes" & validEnc(text)
+is_text <- function(text) all(is_valid(text))
 
 shortened <- function(text) {
   if (nchar(text) <= ERROR_CHARS) return(text)
@@ -181,9 +185,9 @@ sha256_block <- function(block, state, constants) {
 not_json <- function() stop("not JSON")
 
 json_strings <- function(text) {
+  if (!is_text(text)) not_json()
   text <- enc2utf8(text)
   missing <- is.na(text)
-  if (!all(validUTF8(text))) not_json()
   odd <- grepl("[\\\\\"\001-\037\177]", text)
   if (any(odd)) {
     plain <- gsub("([\\\\\"])", "\\\\\\1", text[odd], perl = TRUE)
@@ -313,7 +317,7 @@ read_json <- function(path, name = "") read_json_text(read_text(path), name)
 # jsonlite knows neither NaN nor integers past 2^53, and forgets the spaces that tell a list
 # from a vector. All of these are first put into strings that start with a mark.
 read_json_text <- function(text, name = "") {
-  if (grepl("\\u0000", text, fixed = TRUE)) stop("it holds the character NUL, which R cannot")
+  refuse_escapes(text)
   mark <- "\uE000"
   while (grepl(mark, text, fixed = TRUE)) mark <- paste0(mark, "\uE001")
   number <- "(?<![\\d.eE+-])(-?\\d{16,}(?![\\d.eE])|NaN|-?Infinity)"
@@ -330,6 +334,16 @@ read_json_text <- function(text, name = "") {
   }
   tree <- jsonlite::parse_json(marked)
   from_json(tree, if (identical(marked, text)) NULL else mark, name)
+}
+
+# jsonlite would cut a string at its NUL, and put a question mark for half a surrogate pair.
+refuse_escapes <- function(text) {
+  if (!grepl("\\\\u(0000|[dD][89a-fA-F])", text)) return()
+  escape <- "(?<!\\\\)(?:\\\\\\\\)*\\\\u"
+  lone <- "(?:[dD][89abAB]..(?!\\\\u[dD][c-fC-F])|(?<!\\\\u[dD][89abAB]..\\\\u)[dD][c-fC-F]..)"
+  if (grepl(paste0(escape, "(?:0000|", lone, ")"), text, perl = TRUE)) {
+    stop("it holds a NUL or half a character (a lone surrogate), which R's strings cannot")
+  }
 }
 
 from_json <- function(tree, mark, name) {
@@ -506,7 +520,9 @@ timestamp_column <- function(x) {
   tz <- attr(x, "tzone")
   tz <- if (length(tz) && nzchar(tz[[1]])) tz[[1]] else local_zone()
   column <- count_of_seconds(as.double(bare(x)), "timestamp")
-  if (!is.null(column)) c(column, tz = tz)
+  # A zone that only R knows would make the whole table unreadable to pandas.
+  known <- suppressWarnings(OlsonNames())
+  if (!is.null(column)) c(column, tz = if (tz %in% known || !length(known)) tz else "UTC")
 }
 
 duration_column <- function(x) {
@@ -738,8 +754,7 @@ nano_column <- function(array, about) {
     int8 = , int16 = , int32 = , uint8 = , uint16 = as(integer()),
     uint32 = , half_float = , float = , double = as(double()),
     string = , large_string = as(character()),
-    int64 = as_int64_bits(as(structure(double(), class = "integer64"))),
-    uint64 = , date64 = , timestamp = , duration = , time64 = int64(),
+    int64 = , uint64 = , date64 = , timestamp = , duration = , time64 = int64(),
     date32 = , time32 = stored(nanoarrow::na_int32(), integer()),
     decimal32 = , decimal64 = , decimal128 = , decimal256 = decimals(as(character()), about),
     na = rep(NA, array$length),
@@ -751,8 +766,6 @@ nano_column <- function(array, about) {
   )
   list(type = type, values = values, unit = parsed$time_unit, tz = parsed$timezone)
 }
-
-as_int64_bits <- function(x) bare(x)
 
 nano_valid <- function(array) {
   bitmap <- array$buffers[[1]]
@@ -812,13 +825,15 @@ decimals <- function(text, about) {
 # --------------------------------------------------------------------------------------------
 
 pkg_write <- function(columns, metadata, path) {
-  table <- do.call(arrow::Table$create, lapply(columns, pkg_array))
+  arrays <- if (length(columns)) lapply(columns, pkg_array) else list(data.frame())
+  table <- do.call(arrow::Table$create, arrays)
   table$metadata <- metadata
   arrow::write_ipc_stream(table, path)
 }
 
 pkg_array <- function(column) {
   x <- column$values
+  if (column$type == "date32") x <- structure(x, class = "Date")
   if (!column$type %in% c("int64", "timestamp", "duration", "time64")) {
     return(arrow::Array$create(x, type = pkg_type(column)))
   }
@@ -864,6 +879,7 @@ pkg_column <- function(chunks, type) {
   counted <- kind %in% c("timestamp", "duration", "time64")
   values <- if (counted) as.vector(chunks$cast(arrow::int64())) else as.vector(chunks)
   if (counted || kind == "int64") values <- pkg_int64(values)
+  if (is.list(values) && !is.data.frame(values)) values <- bare(values)
   known <- counted || kind %in% c("int64", "dictionary")
   list(type = if (known) kind else "", values = values, unit = unit, tz = tz)
 }
@@ -981,42 +997,46 @@ int64_text <- function(x) {
 read_table <- function(path, name) {
   if (identical(readBin(path, "raw", 1L), charToRaw("{"))) return(read_json_table(path, name))
   table <- (if (table_package() == "arrow") pkg_read else nano_read)(path, name)
-  vectors <- Map(function(column, label) {
-    vector_of(column, paste0("input '", name, "': column '", label, "'"))
-  }, unname(table$columns), table$names)
   metadata <- table$metadata
+  kept <- kept_by_r(metadata)
+  vectors <- unname(Map(function(column, label) {
+    read_column(column, kept$columns[[label]], paste0("input '", name, "': column '", label, "'"))
+  }, table$columns, table$names))
   switch(c(metadata[["strata.arrow.shape"]], "table")[[1]],
     tensor = tensor_of(vectors[[1]], metadata),
     scalar = scalar_of(vectors[[1]], metadata),
-    frame_of(unname(vectors), table, metadata)
+    frame_of(vectors, table$names, kept, metadata$pandas)
   )
 }
 
-frame_of <- function(vectors, table, metadata) {
-  names <- table$names
-  size <- if (length(vectors)) NROW(vectors[[1]]) else 0L
-  types <- vapply(table$columns, `[[`, "", "type")
-  kept <- tryCatch(
+kept_by_r <- function(metadata) {
+  if (is.null(metadata[[R_FRAME]])) return(NULL)
+  tryCatch(
     unserialize(memDecompress(jsonlite::base64_dec(metadata[[R_FRAME]]), "gzip")),
     error = function(e) NULL
   )
-  for (i in which(names %in% names(kept$columns))) {
-    vectors[[i]] <- restored(vectors[[i]], kept$columns[[names[[i]]]])
+}
+
+# A column as R had it. Another tool may have kept the metadata and changed the column: then the
+# column is read as any other.
+read_column <- function(column, kept, about) {
+  if (is.null(kept)) return(vector_of(column, about))
+  if (column$type == "int64" && "integer64" %in% kept$attributes$class) {
+    return(structure(column$values, class = kept$attributes$class))
   }
-  frame <- with_row_names(as_frame(vectors, names, size), metadata$pandas)
-  if (length(kept$rows) == size) attr(frame, "row.names") <- kept$rows
+  x <- vector_of(column, about)
+  tryCatch(restored(x, kept), error = function(e) x)
+}
+
+frame_of <- function(vectors, names, kept, pandas) {
+  size <- if (length(vectors)) NROW(vectors[[1]]) else 0L
+  frame <- with_row_names(as_frame(vectors, names, size), pandas)
+  if (!is.null(kept$rows) && length(kept$rows) == size) attr(frame, "row.names") <- kept$rows
   for (key in names(kept$attributes)) attr(frame, key) <- kept$attributes[[key]]
   frame
 }
 
-# A column as R had it. Another tool may have kept the metadata and changed the column: then the
-# column stays as it was read.
 restored <- function(x, kept) {
-  tryCatch(restored_as(x, kept), error = function(e) x)
-}
-
-restored_as <- function(x, kept) {
-  if (is.null(kept)) return(x)
   is_kept <- function(class) class %in% kept$attributes$class
   values <- if (is_kept("factor")) {
     codes <- match(as.character(x), kept$attributes$levels)
@@ -1024,8 +1044,6 @@ restored_as <- function(x, kept) {
     codes
   } else if (is_kept("difftime")) {
     if (is.object(x)) bare(x) / DIFFTIME_SECONDS[[kept$attributes$units]] else x
-  } else if (is_kept("integer64")) {
-    if (inherits(x, "integer64")) bare(x) else bare(int64_of(as.double(x)))
   } else if (is.object(x) && !is.list(x)) {
     stopifnot(inherits(x, kept$attributes$class))
     bare(x)
@@ -1075,9 +1093,8 @@ scalar_of <- function(value, metadata) {
 read_json_table <- function(path, name) {
   table <- jsonlite::parse_json(read_text(path))
   stopifnot(isTRUE(table[["__strata_arrow_json_fallback__"]]))
-  rows <- lapply(table$data, lapply, function(cell) if (is.null(cell)) NA else cell)
-  columns <- lapply(seq_along(table$columns), function(i) as_vector(lapply(rows, `[[`, i)))
-  as_frame(columns, vapply(table$columns, as.character, ""), length(rows))
+  columns <- lapply(seq_along(table$columns), function(i) as_vector(lapply(table$data, `[[`, i)))
+  as_frame(columns, vapply(table$columns, as.character, ""), length(table$data))
 }
 
 # --------------------------------------------------------------------------------------------
@@ -1098,10 +1115,9 @@ file_stem <- function(name) {
 
 # A name such as `../x`, which only backticks can bind, is no file name.
 file_name <- function(name, content_type) {
-  name <- enc2utf8(name)
-  usable <- validUTF8(name) && nzchar(name) && !grepl("^[.]|[/\\\\\001-\037]", name)
+  usable <- is_text(name) && nzchar(name) && !grepl("^[.]|[/\\\\\001-\037]", name)
   if (!usable) stop("a variable named '", printable(name), "' cannot be stored as a file")
-  file <- paste0(file_stem(name), EXTENSIONS[[content_type]])
+  file <- paste0(file_stem(enc2utf8(name)), EXTENSIONS[[content_type]])
   if (nchar(file, "bytes") > 255L) stop("the variable's name is too long to be stored as a file")
   file
 }
@@ -1364,7 +1380,7 @@ print_warnings <- function() {
   collected <- textConnection("lines", "w", local = TRUE)
   sink(collected, type = "message")
   .Internal(printDeferredWarnings())
-  if (sunk == 2L) sink(type = "message") else sink(getConnection(sunk), type = "message")
+  tryCatch(sink(getConnection(sunk), type = "message"), error = function(e) sink(type = "message"))
   close(collected)
   if (length(lines)) cat(sub("^In addition: ", "", lines), sep = "\n", file = stderr())
 }
@@ -1401,6 +1417,7 @@ SIGNALLING <- c(
 )
 
 cell_calls <- function(calls) {
+  if (!run$depth) return(list()) # not in the cell yet
   calls <- calls[-seq_len(min(run$depth, length(calls)))]
   while (length(calls) && is_signalling(calls[[length(calls)]])) calls[[length(calls)]] <- NULL
   calls

@@ -619,7 +619,11 @@ NEVER_ARROW = frozenset({type(None), bool, int, float, str, list, dict, tuple, M
 
 def encode_arrow(value, convert) -> Encoded:
     """*value* as an Arrow IPC stream. Whatever it raises means: Arrow refuses this value."""
-    table = convert(value)
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what conversion leaves out: not the cell's doing
+        table = convert(value)
     return Encoded("arrow/ipc", lambda file: write_stream(table, file), about_table(table))
 
 
@@ -1379,7 +1383,7 @@ def read_inputs(inputs: dict) -> dict:
     return {name: values[name] for name in inputs}
 
 
-def read_input(name: str, spec: "InputSpec"):
+def read_input(name: str, spec: InputSpec):
     injected = {inner: read_input(f"{name}.{inner}", its) for inner, its in spec.injected.items()}
     try:
         if spec.content_type in CELL_READERS:
@@ -1391,7 +1395,7 @@ def read_input(name: str, spec: "InputSpec"):
         raise InputError(input_problem(name, spec, error)) from error
 
 
-def input_problem(name: str, spec: "InputSpec", error: BaseException) -> str:
+def input_problem(name: str, spec: InputSpec, error: BaseException) -> str:
     reason = describe(error)
     if isinstance(error, ImportError) and error.name:
         package = error.name.partition(".")[0]
@@ -1429,7 +1433,7 @@ Markdown.__module__ = "__main__"
 class DisplayFunction:
     """Show each value below the cell: `display(value)`."""
 
-    def __init__(self, displays: "Displays"):
+    def __init__(self, displays: Displays):
         self._displays = displays
 
     def __call__(self, *values) -> None:
@@ -2052,7 +2056,7 @@ class Run:
         names = bound_names(self.manifest)
         prints = self.fingerprints(names)
         namespace.update(names)
-        os.environ.setdefault("MPLBACKEND", "Agg")
+        os.environ["MPLBACKEND"] = os.environ.get("MPLBACKEND") or "Agg"  # needs no screen
         follow = {**show_catchers(self.displays), "multiprocessing.spawn": no_main_for_spawned}
         sys.meta_path.insert(0, AfterImport(follow))
         self.imports = ImportSystem()
@@ -2160,7 +2164,7 @@ def write_result(folder: str, result: dict) -> None:
     path = os.path.join(folder, "result.json")
     try:
         with create(path + ".tmp") as file:
-            file.write(json.dumps(result, allow_nan=False).encode("ascii"))
+            file.write(json.dumps(result, allow_nan=False, default=text_of).encode("ascii"))
         os.replace(path + ".tmp", path)
     except OSError as error:
         raise FolderError(f"result.json could not be written: {error}") from error
@@ -2187,8 +2191,15 @@ def run_cell(manifest_path: str) -> int:
     except FolderError as error:
         complain(text_of(error))
     except BaseException as error:
-        complain(f"the cell's result was lost: {describe(error)}")
+        complain(f"the cell's result was lost to an error of the harness: {describe(error)}")
+        show_own_error(error)
     return 1
+
+
+def show_own_error(error: BaseException) -> None:
+    import traceback
+
+    traceback.print_exception(type(error), error, error.__traceback__)
 
 
 # How long exit handlers may take.

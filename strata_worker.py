@@ -23,6 +23,7 @@ that needs to know of it.
     HTTP            sockets, one thread for each request under way, early refusals
     Fetching        URLs from elsewhere, judged, pinned and followed no further
     Processes       fork servers, the cells they start, and the console of a cell
+    Environments    the locked ones that cells bring, built once and kept
     Machine         what this machine has, probed once
     Bundle          a run's folder as a tar, streamed
     Execution       slots, and a run's life from admission to answer
@@ -50,6 +51,7 @@ import hmac
 import http
 import http.client
 import ipaddress
+import itertools
 import json
 import logging
 import math
@@ -70,7 +72,16 @@ import time
 import urllib.parse
 import urllib.request
 import weakref
+import zlib
 from pathlib import Path
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    try:
+        import tomli as tomllib
+    except ImportError:
+        tomllib = None
 
 try:
     import h11
@@ -154,7 +165,7 @@ def whole_number(least):
 def seconds(text):
     number = float(text)
     if not 0 <= number < math.inf:
-        raise ValueError("must be a number of seconds, 0 or more")
+        raise ValueError("must be a number, 0 or more")
     return number
 
 
@@ -244,6 +255,23 @@ class Settings:
     console_max_bytes: int = setting(
         "STRATA_WORKER_CONSOLE_MAX_BYTES", whole_number(4096), 64 * 2**20,
         "how much of a cell's stdout, and of its stderr, is kept: the start and the end",
+    )
+    env_root: str = setting(
+        "STRATA_WORKER_ENV_ROOT", str, "~/.strata/worker-envs", "where locked environments are kept",
+    )
+    env_registry_url: str = setting(
+        "STRATA_WORKER_ENV_REGISTRY_URL", str, None,
+        "where built environments are fetched from: URL/<key>/<interpreter>/<platform>, a .tar.gz",
+    )
+    env_build_seconds: float = setting(
+        "STRATA_WORKER_ENV_BUILD_SECONDS", seconds, 900.0, "how long the build of an environment may take",
+    )
+    env_max_bytes: int = setting(
+        "STRATA_WORKER_ENV_MAX_BYTES", whole_number(1), 20 * 2**30,
+        "how large an environment from the registry may be, packed and unpacked",
+    )
+    env_max_idle_days: float = setting(
+        "STRATA_WORKER_ENV_MAX_IDLE_DAYS", seconds, 30.0, "after how long without use an environment is removed",
     )
     run_root: str = setting(
         "STRATA_WORKER_RUN_ROOT", str, None,
@@ -365,6 +393,10 @@ def bad_request(message):
     return WorkerError(400, message)
 
 
+class EnvironmentFailure(Exception):
+    """A locked environment that cannot be had, and why."""
+
+
 def run_failed(message, status=500):
     return WorkerError(status, message, failed=True)
 
@@ -382,12 +414,21 @@ ESSENTIAL_NAMES = frozenset(
 ESSENTIAL_PREFIXES = ("LC_", "PYTHON")
 
 
+# Where logins of package indexes are kept, in a name of their own or inside a URL. They
+# are for uv, when it builds an environment.
+INDEX_CREDENTIALS = re.compile(
+    r"UV_(INDEX|DEFAULT_INDEX|INDEX_.*|EXTRA_INDEX_URL|FIND_LINKS|PUBLISH_.*|KEYRING_PROVIDER)|PIP_(INDEX_URL|EXTRA_INDEX_URL)"
+)
+
+
 def cell_environment(environ, allowlist):
     """The worker's environment as a cell may see it: no secrets, and only what is listed."""
     return {
         name: value
         for name, value in environ.items()
-        if name not in SECRET_NAMES and (not allowlist or is_allowed(name, allowlist))
+        if name not in SECRET_NAMES
+        and (name in allowlist or not INDEX_CREDENTIALS.fullmatch(name))
+        and (not allowlist or is_allowed(name, allowlist))
     }
 
 
@@ -926,6 +967,55 @@ def unambiguous(cell):
     if twice:
         raise bad_request("inputs names %r more than once" % twice[0])
     return cell
+
+
+def uv_lock_key(lockfile):
+    """The key of what a ``uv.lock`` installs (page: "The environment block"), as 64 hex digits.
+
+    The notebook's own name and version are left out, so that notebooks with the same
+    resolved packages share one environment. EnvironmentFailure if it is no lock.
+    """
+    try:
+        lock = load_toml(lockfile)
+        packages = [dict(package) for package in lock.get("package", [])]
+        projects = [package for package in packages if is_project(package)]
+        names = {package["name"] for package in projects}
+        for package in projects:
+            for dropped in ("name", "version", "source", "metadata"):
+                package.pop(dropped, None)
+        lock["package"] = sorted((anonymous(package, names) for package in packages), key=sorted_json)
+        manifest = lock.get("manifest", {})
+        if isinstance(manifest.get("members"), list):
+            manifest["members"] = sorted("<project>" if member in names else member for member in manifest["members"])
+        return hashlib.sha256(json.dumps(lock, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as problem:
+        raise EnvironmentFailure("environment.lockfile is not a uv.lock: %s" % problem) from None
+
+
+def load_toml(text):
+    if tomllib is None:
+        raise EnvironmentFailure("locked environments need tomli on Python 3.10: pip install tomli")
+    return tomllib.loads(text)
+
+
+def is_project(package):
+    return package.get("source") in ({"virtual": "."}, {"editable": "."})
+
+
+def anonymous(value, names):
+    """``value`` with every ``name`` that is one of ``names`` replaced."""
+    if isinstance(value, list):
+        return [anonymous(item, names) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: "<project>" if key == "name" and isinstance(item, str) and item in names else anonymous(item, names)
+        for key, item in value.items()
+    }
+
+
+def sorted_json(value):
+    return json.dumps(value, sort_keys=True)
 
 
 # ---------------------------------------------------------------------------------------
@@ -2094,8 +2184,9 @@ class Launch:
 class CellProcess:
     """A cell's process, seen through its lifeline."""
 
-    def __init__(self, lifeline):
+    def __init__(self, lifeline, server):
         self.lifeline = lifeline
+        self.server = server
         self.buffer = b""
         self.killing = False
         report = self.report(LAUNCH_SECONDS)
@@ -2103,6 +2194,7 @@ class CellProcess:
             lifeline.close()
             raise ForkServerLost((report or {}).get("error", "no answer"))
         self.pid = report["pid"]
+        server.cells.add(self)
 
     def report(self, timeout):
         """The next report as a dict, ``{}`` when the server is gone, None when time is up."""
@@ -2154,6 +2246,7 @@ class CellProcess:
             if self.wait(KILL_SECONDS) is None:
                 log.error("the processes of pid %d could not be ended", self.pid)
             self.lifeline.close()
+            self.server.cells.discard(self)
 
 
 def is_running(pid):
@@ -2179,6 +2272,8 @@ class ForkServer:
     """
 
     def __init__(self, python, preload, env):
+        self.env = env
+        self.cells = set()  # that run
         self.control, theirs = socket.socketpair()
         self.lock = threading.Lock()
         self.ready = threading.Event()  # set for good once it has imported everything, or died
@@ -2213,7 +2308,7 @@ class ForkServer:
             except OSError as problem:
                 ours.close()
                 raise ForkServerLost(str(problem)) from None
-        return CellProcess(ours)
+        return CellProcess(ours, self)
 
     def stop(self):
         """Close its socket, which ends it and all its cells."""
@@ -2236,46 +2331,60 @@ READ_AT_IMPORT = re.compile(
 
 
 class Launcher:
-    """Where cells come from: a bare fork server for cold starts, a preloaded one for warm."""
+    """Where cells come from: a bare fork server for cold starts, and preloaded ones for warm,
+    for the worker's own Python and for the locked environments that were used last."""
+
+    LOCKED_SERVERS = 4  # each holds what it has imported: 100 MB with pandas
 
     def __init__(self, settings, env):
         self.env = env
         self.lock = threading.Lock()
         self.forking = settings.preload != ("off",) and sys.platform != "darwin"
         self.preload = settings.preload if self.forking else ()
-        self.servers = {}  # preload -> ForkServer
-        self.server(())
-        self.server(self.preload)
+        self.servers = collections.OrderedDict()  # (python, preload) -> ForkServer, last used last
+        self.bare = (sys.executable, ())
+        self.warm = (sys.executable, self.preload)
+        self.server(self.bare, env)
+        self.server(self.warm, env)
 
-    def server(self, preload):
-        """The running fork server with this preload, started anew if the last one died."""
+    def server(self, key, env):
+        """The running fork server of this Python and preload, started anew if the last one died."""
         with self.lock:
-            server = self.servers.get(preload)
+            server = self.servers.get(key)
             if server is None or not server.alive:
                 if server is not None:
                     log.warning("fork server %d ended with %s; starting another", server.process.pid, server.process.returncode)
                     server.stop()
-                server = self.servers[preload] = ForkServer(sys.executable, preload, self.env)
+                server = self.servers[key] = ForkServer(*key, env)
+            self.servers.move_to_end(key)
+            self.end_unused()
             return server
 
-    def python(self, launch, source):
+    def end_unused(self):
+        locked = [key for key in self.servers if key not in (self.bare, self.warm)]
+        for key in locked[: -self.LOCKED_SERVERS]:
+            if not self.servers[key].cells:
+                self.servers.pop(key).stop()
+
+    def python(self, launch, source, python=sys.executable):
         """Start a Python cell: forked from imported modules where that can be, else cold."""
-        cold = [sys.executable, sibling("harness.py"), launch.manifest]
-        if not self.forking or self.needs_fresh_process(launch.env, source):
-            return self.exec(dataclasses.replace(launch, argv=cold))
-        server = self.server(self.preload)
-        if server.ready.is_set():
-            try:
-                return server.launch(launch)
-            except ForkServerLost as problem:
-                log.warning("fork server %d is lost (%s): the cell starts cold", server.process.pid, problem)
-                server.process.kill()
-        return self.exec(dataclasses.replace(launch, argv=cold))
+        cold = dataclasses.replace(launch, argv=[python, sibling("harness.py"), launch.manifest])
+        if not self.forking:
+            return self.exec(cold)
+        server = self.server((python, self.preload), server_environment(self.env, launch.env))
+        if not server.ready.is_set() or needs_fresh_process(server.env, launch.env, source):
+            return self.exec(cold)
+        try:
+            return server.launch(launch)
+        except ForkServerLost as problem:
+            log.warning("fork server %d is lost (%s): the cell starts cold", server.process.pid, problem)
+            server.process.kill()
+            return self.exec(cold)
 
     def exec(self, launch):
         """Start ``launch.argv`` in a process of its own."""
         for _ in range(2):
-            server = self.server(())
+            server = self.server(self.bare, self.env)
             try:
                 return server.launch(launch)
             except ForkServerLost as problem:
@@ -2284,14 +2393,21 @@ class Launcher:
                 reason = problem
         raise run_failed("the worker could not start a process for the cell: %s" % reason)
 
-    def needs_fresh_process(self, env, source):
-        changed = (name for name, value in env.items() if self.env.get(name) != value)
-        return any(map(READ_AT_IMPORT.fullmatch, changed)) or READ_AT_IMPORT.search(source) is not None
-
     def stop(self):
         with self.lock:
             for server in self.servers.values():
                 server.stop()
+
+
+def server_environment(own, cell):
+    """A fork server's environment: the worker's, with the locked environment that its cells have."""
+    activation = {name: cell[name] for name in ("VIRTUAL_ENV", "PATH") if name in cell}
+    return {name: value for name, value in {**own, **activation}.items() if name in cell}
+
+
+def needs_fresh_process(own, cell, source):
+    changed = (name for name, value in cell.items() if own.get(name) != value)
+    return any(map(READ_AT_IMPORT.fullmatch, changed)) or READ_AT_IMPORT.search(source) is not None
 
 
 class Console:
@@ -2441,8 +2557,446 @@ def copy_text(fd, start, end, copy):
 
 
 # ---------------------------------------------------------------------------------------
+# Environments: the locked ones that cells bring, built once and kept
+# ---------------------------------------------------------------------------------------
+#
+# An environment is a folder that is whole when its marker is there; the marker is written
+# last. Beside it lies a lock file: whoever builds or removes it holds that exclusively,
+# whoever uses it holds it shared. The kernel drops the locks of a process that dies, so
+# this also holds between worker processes on one root, however they end.
+
+
+MARKER = ".strata-complete"
+POLL_LOCK_SECONDS = 0.1
+SWEEP_SECONDS = 3600
+MAX_ARCHIVE_MEMBERS = 1_000_000  # torch with CUDA has 30,000
+
+# What the worker's own environment says of its own Python, and would mislead another one.
+FOREIGN = re.compile(r"VIRTUAL_ENV.*|PYTHON.*|CONDA_.*|UV_PROJECT.*|UV_PYTHON.*|UV_ENV_FILE|UV_WORKING_DIR.*|R_LIBS.*|RENV_.*")
+
+
+@contextlib.contextmanager
+def failing_as_environment():
+    """Page: a lock that cannot be installed fails the cell with the reason (500)."""
+    try:
+        yield
+    except (EnvironmentFailure, FetchError, OSError) as problem:
+        raise run_failed("locked environment: %s" % problem) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lease:
+    """An environment that is held for a run: it is not removed meanwhile."""
+
+    path: Path
+    key: str
+    installed: bool  # by this very run
+
+    @property
+    def python(self):
+        return str(self.path / "bin" / "python")
+
+    def told(self):
+        """What the bundle's manifest says of it."""
+        return {"key": self.key, "installed": self.installed}
+
+
+class Environments:
+    """The environments under STRATA_WORKER_ENV_ROOT, Python's and R's."""
+
+    def __init__(self, settings, machine):
+        self.settings = settings
+        self.machine = machine
+        self.root = Path(settings.env_root).expanduser()
+        # The registry is the operator's own, so it may be anywhere, and behind a proxy.
+        self.fetcher = Fetcher(dataclasses.replace(settings, allow_local_hosts=True))
+        self.swept = -math.inf
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def python(self, run, block):
+        """A Lease on the environment of a Python cell's ``environment`` block."""
+        with failing_as_environment():
+            lock = check_python_block(block)
+            interpreter = self.machine.interpreter(block.get("python"))
+            build = functools.partial(self.build_python, run, lock, interpreter)
+            lease = self.lease(run, self.root, (lock["key"], interpreter.name, interpreter.platform), build)
+        with lease as held:
+            yield held
+
+    @contextlib.contextmanager
+    def r_library(self, run, block):
+        """A Lease on the library of an R cell's ``environment`` block."""
+        with failing_as_environment():
+            lock = check_r_block(block)
+            version, platform = self.machine.r_build()
+            build = functools.partial(self.build_r, run, lock, version, platform)
+            lease = self.lease(run, self.root / "r", (lock["key"], version, platform), build)
+        with lease as held:
+            yield held
+
+    @contextlib.contextmanager
+    def lease(self, run, root, names, build):
+        """Hold an environment, built first if it is not there."""
+        root.mkdir(parents=True, exist_ok=True)
+        path, installed = root / "-".join(names), False
+        with failing_as_environment():
+            lock = FileLock(root / (path.name + ".lock"))
+        with contextlib.closing(lock):
+            lock.acquire(run, shared=True)
+            while not (path / MARKER).exists():
+                with failing_as_environment():
+                    installed = self.install(run, lock, path, build) or installed
+                lock.acquire(run, shared=True)
+            os.utime(path / MARKER)
+            self.sweep_sometimes()
+            yield Lease(path, names[0], installed)
+
+    @staticmethod
+    def install(run, lock, path, build):
+        """Build an environment unless another has meanwhile; True if it was built."""
+        lock.acquire(run, shared=False)
+        if (path / MARKER).exists():
+            return False
+        remove_tree(path)
+        began = time.monotonic()
+        log.info("run %s: building environment %s", run.build_id or "-", path.name)
+        build(path)
+        (path / MARKER).touch()
+        log.info("run %s: built environment %s in %.1f s", run.build_id or "-", path.name, time.monotonic() - began)
+        return True
+
+    # Python
+
+    def build_python(self, run, lock, interpreter, path):
+        where = "%s/%s/%s" % (lock["key"], interpreter.name, interpreter.platform)
+        if self.fetch(run, where, functools.partial(unpack, folder=path, interpreter=interpreter.path)):
+            relocate(path, interpreter.path)
+        else:
+            self.uv_sync(run, lock, interpreter, path)
+        if not os.access(path / "bin" / "python", os.X_OK):
+            raise EnvironmentFailure("the environment has no bin/python")
+
+    def uv_sync(self, run, lock, interpreter, path):
+        """Build at the very place where it will be used: console scripts hold that path."""
+        with tempfile.TemporaryDirectory(prefix="strata-lock-") as project:
+            Path(project, "pyproject.toml").write_text(lock["pyproject"])
+            Path(project, "uv.lock").write_text(lock["lockfile"])
+            env = {**build_environment(), "UV_PROJECT_ENVIRONMENT": str(path), "UV_PYTHON_DOWNLOADS": "never"}
+            command = [self.machine.uv, "sync", "--frozen", "--no-install-project", "--no-progress", "--python", interpreter.path]
+            self.build_command(run, command, env, project)
+
+    # R
+
+    def build_r(self, run, lock, version, platform, path):
+        if not self.fetch(run, "r/%s/%s/%s" % (lock["key"], version, platform), functools.partial(unpack, folder=path)):
+            self.renv_restore(run, lock, path)
+        packages = json.loads(lock["lockfile"]).get("Packages") or {}
+        missing = [name for name in packages if name != "renv" and not (path / name / "DESCRIPTION").is_file()]
+        if missing:
+            raise EnvironmentFailure("the R library lacks %s" % ", ".join(sorted(missing)))
+
+    def renv_restore(self, run, lock, path):
+        cache = self.root / "r" / "cache"
+        for folder in (cache, path):
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="strata-lock-") as project:
+            Path(project, "renv.lock").write_text(lock["lockfile"])
+            env = {
+                **build_environment(), **{name: os.environ[name] for name in R_SITE if name in os.environ},
+                "RENV_PATHS_CACHE": str(cache), "RENV_CONFIG_CACHE_SYMLINKS": "FALSE", "STRATA_LIBRARY": str(path),
+            }
+            code = 'renv::restore(lockfile = "renv.lock", library = Sys.getenv("STRATA_LIBRARY"), prompt = FALSE, clean = FALSE)'
+            self.build_command(run, [self.machine.rscript, "--no-init-file", "-e", code], env, project)
+
+    # Both
+
+    def fetch(self, run, where, unpack_into_place):
+        """Get an archive from the registry and unpack it; False when there is none of it."""
+        if not self.settings.env_registry_url:
+            return False
+        url = "%s/%s" % (self.settings.env_registry_url.rstrip("/"), where)
+        with tempfile.TemporaryDirectory(prefix="strata-archive-") as folder:
+            archive, answers = Path(folder, "archive"), []
+
+            def download(halt):
+                answers.append(self.fetcher.download(halt, "the archive", url, archive, self.settings.env_max_bytes))
+
+            in_parallel(run, [download])
+            if answers[0].status == 404:
+                return False
+            if answers[0].status != 200:
+                raise EnvironmentFailure("the registry answered %d for %s" % (answers[0].status, where))
+            unpack_into_place(archive, limit=self.settings.env_max_bytes, check=run.check)
+        return True
+
+    def build_command(self, run, command, env, folder):
+        """Run a build to its end, its output in the log; a cancel or too long a time ends it."""
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )
+        kill = functools.partial(kill_group, process.pid)
+        late, lines = threading.Event(), collections.deque(maxlen=30)
+        timer = threading.Timer(self.settings.env_build_seconds, lambda: (late.set(), kill()))
+        timer.start()
+        try:
+            with process, run.interruptible(kill):
+                for line in process.stdout:
+                    lines.append(line.decode(errors="replace").rstrip())
+                    log.info("run %s: %s", run.build_id or "-", lines[-1])
+        finally:
+            timer.cancel()
+            kill()
+        run.check()
+        if late.is_set():
+            raise EnvironmentFailure("the build took more than STRATA_WORKER_ENV_BUILD_SECONDS (%g)" % self.settings.env_build_seconds)
+        if process.returncode != 0:
+            raise EnvironmentFailure("%s failed:\n%s" % (" ".join(map(os.path.basename, command[:2])), "\n".join(lines)))
+
+    def sweep_sometimes(self):
+        with self.lock:
+            if time.monotonic() - self.swept < SWEEP_SECONDS:
+                return
+            self.swept = time.monotonic()
+        threading.Thread(target=self.sweep, name="strata-env-sweep", daemon=True).start()
+
+    def sweep(self):
+        """Remove environments that nobody has used for long, the oldest first."""
+        deadline = time.time() - self.settings.env_max_idle_days * 86400
+        for marker in sorted((*self.root.glob("*/" + MARKER), *self.root.glob("r/*/" + MARKER)), key=last_used):
+            path = marker.parent
+            with contextlib.closing(FileLock(path.parent / (path.name + ".lock"))) as lock:
+                if last_used(marker) < deadline and lock.try_acquire(shared=False):
+                    log.info("removing environment %s: unused for %g days", path.name, self.settings.env_max_idle_days)
+                    marker.unlink()  # first: half a removal is no environment
+                    remove_tree(path)
+
+
+R_SITE = ("R_LIBS", "R_LIBS_SITE", "R_LIBS_USER", "R_HOME")
+
+
+def last_used(marker):
+    try:
+        return marker.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
+
+
+def kill_group(pid):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def build_environment():
+    """The worker's environment for a build: its index credentials stay, its secrets and Python do not."""
+    return {name: value for name, value in os.environ.items() if name not in SECRET_NAMES and not FOREIGN.fullmatch(name)}
+
+
+def activated(env, lease):
+    """A cell's environment as if its locked environment were activated, and no other."""
+    env = {name: value for name, value in env.items() if not FOREIGN.fullmatch(name)}
+    return {**env, "VIRTUAL_ENV": str(lease.path), "PATH": "%s:%s" % (lease.path / "bin", env.get("PATH", os.defpath))}
+
+
+def check_python_block(block):
+    """The block's texts; EnvironmentFailure says what is wrong with it."""
+    lock = {name: text_of(block, name) for name in ("key", "lockfile", "pyproject")}
+    if uv_lock_key(lock["lockfile"]) != lock["key"]:
+        raise EnvironmentFailure("environment.key is not the key of environment.lockfile")
+    return lock
+
+
+def check_r_block(block):
+    lock = {name: text_of(block, name) for name in ("key", "lockfile")}
+    try:
+        content = json.loads(lock["lockfile"])
+    except ValueError as problem:
+        raise EnvironmentFailure("environment.lockfile is not JSON: %s" % problem) from None
+    if not isinstance(content, dict):
+        raise EnvironmentFailure("environment.lockfile is not an renv.lock")
+    if hashlib.sha256(lock["lockfile"].encode()).hexdigest() != lock["key"]:
+        raise EnvironmentFailure("environment.key is not the key of environment.lockfile")
+    for name in content.get("Packages") or {}:
+        if not re.fullmatch(r"[A-Za-z0-9.]+", name):
+            raise EnvironmentFailure("%r in environment.lockfile is not the name of a package" % name)
+    return lock
+
+
+def text_of(block, name):
+    if not isinstance(block.get(name), str) or not block[name]:
+        raise EnvironmentFailure("environment.%s is missing" % name)
+    return block[name]
+
+
+class FileLock:
+    """A lock on a file, waited for in a way that a cancelled run does not."""
+
+    def __init__(self, path):
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def try_acquire(self, shared):
+        import fcntl
+
+        try:
+            fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def acquire(self, run, shared):
+        while not self.try_acquire(shared):
+            run.check()
+            time.sleep(POLL_LOCK_SECONDS)
+
+    def close(self):
+        os.close(self.fd)
+
+
+# An archive comes from elsewhere. Its members are written only into real folders of the
+# environment, so that nothing passes through a link; and a link's target goes up first,
+# if it does, and down then, and stays inside. What a chain of such links leads to is
+# inside as well.
+
+
+def unpack(archive, folder, limit, check, interpreter=None):
+    """Unpack a .tar.gz into a new folder. ``interpreter`` is what ``bin/python`` may link to;
+    ``check`` raises when the run was cancelled.
+
+    EnvironmentFailure, and nothing left, for what could reach outside, or is too much.
+    """
+    folder.mkdir(parents=True)
+    try:
+        with tarfile.open(archive, "r|gz") as tar:
+            size = 0
+            for count, member in enumerate(tar):
+                check()
+                size += member.size
+                if size > limit or count > MAX_ARCHIVE_MEMBERS:
+                    raise EnvironmentFailure("the archive is too large (STRATA_WORKER_ENV_MAX_BYTES is %d)" % limit)
+                unpack_member(tar, member, folder, interpreter)
+        lift_single_folder(folder)
+    except BaseException as problem:
+        remove_tree(folder)
+        if not isinstance(problem, (tarfile.TarError, EOFError, zlib.error, OSError, EnvironmentFailure)):
+            raise
+        raise EnvironmentFailure("the registry's archive is refused: %s" % problem) from None
+
+
+def unpack_member(tar, member, folder, interpreter):
+    parts = [part for part in member.name.split("/") if part not in ("", ".")]
+    if member.name.startswith("/") or ".." in parts or "\0" in member.name:
+        raise EnvironmentFailure("%r is outside" % member.name)
+    path = folder.joinpath(*parts)
+    if member.isdir():
+        return real_folder(folder, parts)
+    real_folder(folder, parts[:-1])
+    if os.path.lexists(path):
+        raise EnvironmentFailure("%r comes twice" % member.name)
+    if member.isreg():
+        with open(path, "xb") as file:
+            shutil.copyfileobj(tar.extractfile(member), file, CHUNK)
+        path.chmod(0o755 if member.mode & 0o100 else 0o644)
+    elif member.issym():
+        os.symlink(safe_target(member, parts, interpreter), path)
+    elif member.islnk():
+        os.link(real_file(folder, member.linkname), path, follow_symlinks=False)
+    else:
+        raise EnvironmentFailure("%r is neither a file, a folder nor a link" % member.name)
+
+
+def real_folder(folder, parts):
+    """Make folders below ``folder``, through no link."""
+    for part in parts:
+        folder = folder / part
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise EnvironmentFailure("%r is used as a folder" % str(folder))
+
+
+def real_file(folder, name):
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if name.startswith("/") or ".." in parts or not parts:
+        raise EnvironmentFailure("the link to %r leads outside" % name)
+    for part in parts[:-1]:
+        folder = folder / part
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise EnvironmentFailure("the link to %r leads through a link" % name)
+    if not stat.S_ISREG((folder / parts[-1]).lstat().st_mode):
+        raise EnvironmentFailure("the link to %r leads to no file" % name)
+    return folder / parts[-1]
+
+
+def safe_target(member, parts, interpreter):
+    """Where a symbolic link may lead; an environment's own link to its Python to ours."""
+    target = member.linkname
+    if target.startswith("/"):
+        if interpreter and len(parts) >= 2 and parts[-2] == "bin" and re.fullmatch(r"python[0-9.]*t?", parts[-1]):
+            return interpreter
+        raise EnvironmentFailure("%r is a link to %r" % (member.name, target))
+    steps = [part for part in target.split("/") if part not in ("", ".")]
+    up = len(list(itertools.takewhile(lambda part: part == "..", steps)))
+    if ".." in steps[up:] or up >= len(parts):
+        raise EnvironmentFailure("%r is a link to %r, which may lead outside" % (member.name, target))
+    return target
+
+
+def lift_single_folder(folder):
+    """An archive of ``env/...`` is taken like one of its content."""
+    inside = list(folder.iterdir())
+    if len(inside) != 1 or not (inside[0] / "pyvenv.cfg").is_file():
+        return
+    aside = inside[0].rename(folder.with_name(folder.name + ".lifted"))
+    folder.rmdir()
+    aside.rename(folder)
+
+
+SCRIPT_PYTHON = re.compile(rb"\A(#!/bin/sh\n'''exec' )?(#!)?[\"']?(/[^\n\"']*?/bin/python[0-9.]*t?)[\"']?")
+
+
+def relocate(path, interpreter):
+    """Make an unpacked environment one of this place and this interpreter."""
+    config = path / "pyvenv.cfg"
+    if config.is_file():
+        home = "home = %s\n" % os.path.dirname(interpreter)
+        lines = [home if line.partition("=")[0].strip() == "home" else line for line in config.read_text().splitlines(True)]
+        config.write_text("".join(lines))
+    for script in (path / "bin").iterdir() if (path / "bin").is_dir() else ():
+        if script.is_file() and not script.is_symlink():
+            relocate_script(script, str(path / "bin" / "python"))
+
+
+def relocate_script(script, python):
+    content = script.read_bytes()
+    found = SCRIPT_PYTHON.match(content)
+    if found and (found.group(1) or found.group(2)):
+        # The shell finds any path; the kernel stops at a space and after 127 bytes.
+        start = b"#!/bin/sh\n'''exec' \"%s\" \"$0\" \"$@\"\n' '''\n" % os.fsencode(python)
+        rest = content.split(b"\n", 3)[3] if found.group(1) else content.partition(b"\n")[2]
+        script.write_bytes(start + rest)
+
+
+# ---------------------------------------------------------------------------------------
 # Machine: what this machine has, probed once
 # ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreter:
+    """A Python of this machine, and the two segments that name its build in a registry."""
+
+    path: str
+    name: str
+    platform: str
+
+
+# The page's two expressions, and where its programs are.
+DESCRIBE_PYTHON = (
+    "import json, platform, sys, sysconfig; print(json.dumps([sys.executable, "
+    "'%s-%s%s' % (sys.implementation.name, platform.python_version(), sys.abiflags), sysconfig.get_platform()]))"
+)
+DESCRIBE_R = 'cat(paste0("R-", R.version$major, ".", R.version$minor), R.version$platform, sep = "\n")'
+HAS_RENV = 'cat(requireNamespace("renv", quietly = TRUE))'
 
 
 class Machine:
@@ -2450,15 +3004,53 @@ class Machine:
 
     def __init__(self):
         self.rscript = shutil.which("Rscript")
+        self.uv = shutil.which("uv")
         self.hardware = {"cpus": usable_cpus(), **memory()}
+        self.has_renv = False
         threading.Thread(target=self.probe, name="strata-probe", daemon=True).start()
 
     def probe(self):
+        if self.rscript:
+            self.has_renv = output_of([self.rscript, "-e", HAS_RENV]) == "TRUE"
         self.hardware = {**self.hardware, **gpus(shutil.which("nvidia-smi"))}
 
     @property
     def languages(self):
         return ["python", "r"] if self.rscript else ["python"]
+
+    @property
+    def locks_python(self):
+        return self.uv is not None and tomllib is not None
+
+    @functools.lru_cache(maxsize=None)  # noqa: B019
+    def interpreter(self, python):
+        """The Interpreter that uv finds for a request such as ``3.13``. EnvironmentFailure."""
+        if self.uv is None:
+            raise EnvironmentFailure("uv is not installed on this worker")
+        if not isinstance(python, str) or not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z.+@_-]*", python):
+            raise EnvironmentFailure("environment.python must be a version, such as \"3.13\", not %r" % (python,))
+        found = build_output([self.uv, "python", "find", "--system", "--no-python-downloads", python])
+        return describe_python(found.strip())
+
+    @functools.lru_cache(maxsize=None)  # noqa: B019
+    def r_build(self):
+        """The version and platform of R, as a registry's path names them. EnvironmentFailure."""
+        if self.rscript is None:
+            raise EnvironmentFailure("Rscript is not installed on this worker")
+        version, platform = build_output([self.rscript, "--no-init-file", "-e", DESCRIBE_R]).split()
+        return version, platform
+
+
+def describe_python(python):
+    return Interpreter(*json.loads(build_output([python, "-I", "-c", DESCRIBE_PYTHON])))
+
+
+def build_output(command):
+    """What a program prints in a build's environment; EnvironmentFailure with its own words."""
+    done = subprocess.run(command, env=build_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        raise EnvironmentFailure("%s failed: %s" % (" ".join(map(os.path.basename, command[:3])), done.stderr.strip()[-1000:]))
+    return done.stdout
 
 
 def usable_cpus():
@@ -2966,8 +3558,17 @@ class Executor:
         self.settings = settings
         self.env = cell_environment(os.environ, settings.env_allowlist)
         self.machine = machine
+        self.environments = Environments(settings, machine)
         self.launcher = Launcher(settings, self.env)
         self.keeper = ConsoleKeeper()
+
+    def environment(self, run, cell):
+        """A context that gives a Lease on the cell's locked environment, None when it has none."""
+        if cell.environment is None:
+            return contextlib.nullcontext()
+        if cell.language == "r":
+            return self.environments.r_library(run, cell.environment)
+        return self.environments.python(run, cell.environment)
 
     def execute(self, run, cell, inputs, live=None):
         """Run a cell whose inputs are staged; its Bundle.
@@ -2975,17 +3576,21 @@ class Executor:
         ``inputs`` is what the harness is told of each, by name; ``live`` is called with the
         Console when the cell is about to start.
         """
+        extra = {"hardware": self.machine.hardware}
         with contextlib.closing(Console(run.folder, self.settings.console_max_bytes)) as console:
-            launch = self.prepare(run, cell, inputs, console)
-            if live is not None:
-                live(console)
-            with self.keeper.keeping(console):
-                code = self.supervise(run, cell, launch, console)
+            with self.environment(run, cell) as lease:
+                launch = self.prepare(run, cell, inputs, console, lease)
+                if lease is not None:
+                    extra["environment"] = lease.told()
+                if live is not None:
+                    live(console)
+                with self.keeper.keeping(console):
+                    code = self.supervise(run, cell, launch, console, lease)
             result = self.result(run, code, console)
             run.outcome = "ok" if result["success"] else "the cell raised %.200s" % result.get("error")
-            return bundle_of(result, run.folder / "outputs", console, {"hardware": self.machine.hardware})
+            return bundle_of(result, run.folder / "outputs", console, extra)
 
-    def prepare(self, run, cell, inputs, console):
+    def prepare(self, run, cell, inputs, console, lease):
         for name in ("outputs", "work"):
             (run.folder / name).mkdir()
         manifest = run.folder / "manifest.json"
@@ -2995,24 +3600,33 @@ class Executor:
             "mutation_defines": cell.mutation_defines,
             "tables": cell.tables,
         }))
-        env = {**self.env, **cell.env}
+        env = {**self.cell_env(cell, lease), **cell.env}
         env.update((name.upper(), value) for name, value in run.trace.items())
         if run.gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = run.gpu  # over the caller's: the slot is what was admitted
         return Launch(None, str(manifest), str(run.folder / "work"), env, list(console.fds.values()), self.settings.cell_memory_mb)
 
-    def start(self, cell, launch):
+    def cell_env(self, cell, lease):
+        """The worker's part of a cell's environment."""
+        if lease is None:
+            return self.env
+        if cell.language == "r":  # first, so that the image serves only what the lock does not list
+            own = self.env.get("R_LIBS")
+            return {**self.env, "R_LIBS": "%s:%s" % (lease.path, own) if own else str(lease.path)}
+        return activated(self.env, lease)
+
+    def start(self, cell, launch, lease):
         if cell.language == "python":
-            return self.launcher.python(launch, cell.source)
+            return self.launcher.python(launch, cell.source, lease.python if lease else sys.executable)
         if self.machine.rscript is None:
             raise run_failed("Rscript is not installed on this worker")
         command = [self.machine.rscript, "--no-echo", "--no-restore", sibling("harness.R"), launch.manifest]
         return self.launcher.exec(dataclasses.replace(launch, argv=command))
 
-    def supervise(self, run, cell, launch, console):
+    def supervise(self, run, cell, launch, console, lease):
         """Start the cell and see it to its end, whichever that is; its exit code."""
         run.enter("running")
-        with contextlib.closing(self.start(cell, launch)) as process, run.interruptible(process.kill):
+        with contextlib.closing(self.start(cell, launch, lease)) as process, run.interruptible(process.kill):
             code = process.wait(cell.timeout)
         if code is None:
             raise run_failed("the cell exceeded its timeout of %g seconds%s" % (cell.timeout, said(console)), 408)
@@ -3266,8 +3880,8 @@ class Routes:
             "output_format": BUNDLE_FORMAT,
             "pull_model": True,
             "cancel": True,
-            "locked_environments": False,
-            "locked_r_environments": False,
+            "locked_environments": self.machine.locks_python,
+            "locked_r_environments": self.machine.has_renv,
             "languages": self.machine.languages,
         }
 
@@ -3424,15 +4038,30 @@ def parse_arguments(argv):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version="strata-worker " + __version__)
+    parser.add_argument(
+        "--print-env-path", metavar="PYTHON", help="print <interpreter>/<platform> of this Python, as a registry of environments names it, and end",
+    )
     for field in dataclasses.fields(Settings):
         if field.metadata["flag"]:
             parser.add_argument(field.metadata["flag"], dest=field.name, metavar="X", help=field.metadata["doc"].replace("%", "%%"))
     return vars(parser.parse_args(argv))
 
 
+def print_env_path(python):
+    """``<interpreter>/<platform>`` of a Python command or version, for who prebuilds archives."""
+    try:
+        found = describe_python(python) if shutil.which(python) else Machine().interpreter(python)
+    except (EnvironmentFailure, OSError) as problem:
+        sys.exit("strata-worker: %s" % problem)
+    print("%s/%s" % (found.name, found.platform))
+
+
 def main(argv=None):
     """The command ``strata-worker``. Returns the exit code."""
     given = parse_arguments(argv)
+    python = given.pop("print_env_path")
+    if python:
+        return print_env_path(python)
     try:
         worker = Worker(**given)
     except ValueError as problem:

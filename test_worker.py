@@ -112,8 +112,8 @@ class Bundle:
 
     def __init__(self, data):
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            self.names = tar.getnames()
-            self.files = {name: tar.extractfile(name).read() for name in self.names}
+            self.files = {member.name: tar.extractfile(member).read() for member in tar}
+        self.names = list(self.files)
         self.manifest = json.loads(self.files["manifest.json"])
         self.stdout = self.files["stdout.txt"].decode()
         self.stderr = self.files["stderr.txt"].decode()
