@@ -863,7 +863,8 @@ pkg_read <- function(path, name) {
   old <- options(arrow.int64_downcast = FALSE)
   on.exit(options(old))
   columns <- lapply(seq_len(table$num_columns), function(i) {
-    pkg_column(table$column(i - 1L), table$schema$field(i - 1L)$type)
+    about <- paste0("input '", name, "': column '", names(table)[[i]], "'")
+    pkg_column(table$column(i - 1L), table$schema$field(i - 1L)$type, about)
   })
   list(
     names = as.character(names(table)), columns = columns, metadata = table$schema$metadata
@@ -871,17 +872,36 @@ pkg_read <- function(path, name) {
 }
 
 # `timestamp[us, tz=UTC]` and `duration[ns]` are how arrow names those types.
-pkg_column <- function(chunks, type) {
+pkg_column <- function(chunks, type, about) {
   text <- type$ToString()
   kind <- sub("[^a-z0-9].*", "", text)
   unit <- sub("^[a-z0-9]+\\[([a-z]+).*", "\\1", text)
   tz <- if (grepl("tz=", text)) sub(".*tz=([^]]*)\\]$", "\\1", text)
-  counted <- kind %in% c("timestamp", "duration", "time64")
-  values <- if (counted) as.vector(chunks$cast(arrow::int64())) else as.vector(chunks)
-  if (counted || kind == "int64") values <- pkg_int64(values)
-  if (is.list(values) && !is.data.frame(values)) values <- bare(values)
-  known <- counted || kind %in% c("int64", "dictionary")
-  list(type = if (known) kind else "", values = values, unit = unit, tz = tz)
+  counted <- kind %in% c("timestamp", "duration", "time64", "int64", "uint64")
+  values <- if (counted) pkg_int64(as.vector(chunks$cast(arrow::int64(), safe = FALSE)))
+    else pkg_vector(chunks, kind, about)
+  list(type = if (counted || kind == "dictionary") kind else "", values = values, unit = unit, tz = tz)
+}
+
+# Where as.vector() of arrow is not exact (or, for half floats, wrong), or gives more classes
+# than R's own.
+pkg_vector <- function(chunks, kind, about) {
+  if (kind == "halffloat") return(as.vector(chunks$cast(arrow::float32())))
+  if (startsWith(kind, "decimal")) return(decimals(as.vector(chunks$cast(arrow::utf8())), about))
+  values <- as.vector(chunks)
+  small <- function(x) if (inherits(x, "integer64")) int64_values(bare(x), about) else x
+  if (is.data.frame(values)) {
+    values <- as.data.frame(values)
+    values[as.vector(is.na(chunks)), ] <- NA
+    values[] <- lapply(values, small)
+    values
+  } else if (is.list(values)) {
+    lapply(bare(values), small)
+  } else if (kind == "null") {
+    bare(values)
+  } else {
+    values
+  }
 }
 
 pkg_int64 <- function(values) {

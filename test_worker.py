@@ -12,13 +12,17 @@
     URLs             fetches that cannot be turned inward
 """
 
+import base64
 import contextlib
 import http.client
 import http.server
+import importlib.util
 import io
 import ipaddress
 import json
 import os
+import pathlib
+import pickle
 import re
 import shutil
 import signal
@@ -27,6 +31,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import textwrap
 import threading
 import time
 import urllib.parse
@@ -2150,3 +2155,1782 @@ class Soak:
 
     def pull(self, name):
         return self.expect(self.client.manifest(self.peer.manifest("y = x", [("x", "json/object", b"1")], build_id=name)), "pull", 200)
+
+
+# ---------------------------------------------------------------------------------------
+# Environments: locked ones, built once and kept
+# ---------------------------------------------------------------------------------------
+
+PROJECT = """[project]
+name = "%s"
+version = "0.1.0"
+requires-python = ">=3.9"
+dependencies = [%s]
+"""
+
+
+def uv_command():
+    found = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    need(found, "needs uv")
+    return found
+
+
+def path_with_uv():
+    """PATH as a worker needs it: uv first, and this Python where `uv python find` sees it."""
+    return os.pathsep.join([str(Path(uv_command()).parent), str(Path(os.path.realpath(sys.executable)).parent), os.environ["PATH"]])
+
+
+def lock_block(folder, dependencies=("six==1.17.0",), name="notebook"):
+    """The ``environment`` block of a notebook with these dependencies, locked by uv."""
+    folder.mkdir(exist_ok=True)
+    (folder / "pyproject.toml").write_text(PROJECT % (name, ", ".join(map(json.dumps, dependencies))))
+    done = subprocess.run([uv_command(), "lock", "--quiet", "--python", sys.executable], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lockfile = (folder / "uv.lock").read_text()
+    return {
+        "key": strata_worker.uv_lock_key(lockfile), "python": "%d.%d" % sys.version_info[:2],
+        "lockfile": lockfile, "pyproject": (folder / "pyproject.toml").read_text(),
+    }
+
+
+@pytest.fixture(scope="session")
+def block(tmp_path_factory):
+    if sys.version_info < (3, 11):
+        pytest.importorskip("tomli")
+    return lock_block(tmp_path_factory.mktemp("lock") / "notebook")
+
+
+@pytest.fixture
+def env_worker(tmp_path):
+    with WorkerProcess(STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path_with_uv(), STRATA_WORKER_ALLOW_LOCAL_HOSTS="1") as client:
+        client.envs = tmp_path / "envs"
+        yield client
+
+
+WHERE = "import six, sys\nwhere = [sys.prefix, six.__file__]\nversion = six.__version__"
+
+
+def test_a_cell_runs_in_the_locked_environment_it_brings(env_worker, block):
+    assert env_worker.health()["capabilities"]["features"]["locked_environments"] is True
+    bundle = env_worker.run(WHERE, environment=block, timeout_seconds=60)
+    assert all(path.startswith(str(env_worker.envs)) for path in bundle.json("where")) and bundle.json("version") == "1.17.0"
+    assert bundle.manifest["environment"] == {"key": block["key"], "installed": True}
+    again = env_worker.run(WHERE, environment=block)
+    assert again.manifest["environment"] == {"key": block["key"], "installed": False}
+    assert "building environment" in env_worker.worker.log() and env_worker.worker.log().count("built environment") == 1
+
+
+def test_nothing_of_the_workers_environment_leaks_into_a_locked_cell(tmp_path, block):
+    leak = {name: str(tmp_path / name) for name in ("VIRTUAL_ENV", "PYTHONPATH", "CONDA_PREFIX", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON", "UV_PROJECT")}
+    secret = {"UV_INDEX_MINE_PASSWORD": "index-secret", "PIP_EXTRA_INDEX_URL": "https://u:index-secret@x"}
+    with WorkerProcess(STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path_with_uv(), **leak, **secret) as client:
+        seen = client.run("import os, sys\nseen = dict(os.environ)\npath = sys.path", environment=block, timeout_seconds=60)
+        plain = client.run("import os\nseen = dict(os.environ)")
+    assert not any(str(tmp_path / name) in seen.json("seen").values() for name in leak)
+    assert str(tmp_path / "PYTHONPATH") not in seen.json("path")
+    assert seen.json("seen")["VIRTUAL_ENV"].startswith(str(tmp_path / "envs"))
+    for bundle in (seen, plain):
+        assert "index-secret" not in str(bundle.json("seen"))
+
+
+def test_one_environment_serves_notebooks_that_differ_in_their_name(tmp_path, block):
+    assert lock_block(tmp_path / "other", name="another-notebook")["key"] == block["key"]
+    assert lock_block(tmp_path / "more", dependencies=["six==1.16.0"])["key"] != block["key"]
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"key": "0" * 64}, "not the key"), ({"lockfile": "not [ toml"}, "not a uv.lock"), ({"lockfile": "package = 7"}, "not a uv.lock"),
+        ({"lockfile": None}, "lockfile is missing"), ({"pyproject": ""}, "pyproject is missing"), ({"key": None}, "key is missing"),
+        ({"python": "9.99"}, "9.99"), ({"python": "--help"}, "environment.python"), ({"python": 3.13}, "environment.python"),
+        ({"python": "", "pyproject": "not [ toml"}, "environment.pyproject"),
+    ],
+)
+def test_a_lock_that_cannot_be_installed_is_500_with_the_reason(env_worker, block, change, reason):
+    answer = env_worker.execute("x = 1", environment={**block, **change})
+    assert answer.status == 500 and answer.json["success"] is False
+    assert reason in answer.json["error"] and answer.json["error"].startswith("locked environment: ")
+    assert not list(env_worker.envs.glob("*/.strata-complete")) if env_worker.envs.exists() else True
+
+
+def test_a_lock_that_names_no_python_gets_one_that_the_project_allows(env_worker, block):
+    """As a server sends it whose notebook never ran here."""
+    pyproject = block["pyproject"].replace(">=3.9", "==%d.%d.*" % sys.version_info[:2])
+    bundle = env_worker.run("import sys\nversion = list(sys.version_info[:2])", environment={**block, "python": "", "pyproject": pyproject}, timeout_seconds=60)
+    assert bundle.json("version") == list(sys.version_info[:2])
+
+
+def test_a_lock_without_uv_is_500(block):
+    with WorkerProcess(PATH="/nowhere") as client:
+        assert client.health()["capabilities"]["features"]["locked_environments"] is False
+        answer = client.execute("x = 1", environment=block)
+    assert answer.status == 500 and "uv is not installed" in answer.json["error"]
+
+
+def fake_uv(folder, body):
+    """A uv whose ``sync`` is this shell script; everything else is the real one's."""
+    folder.mkdir(exist_ok=True)
+    program = folder / "uv"
+    program.write_text('#!/bin/sh\nif [ "$1" = sync ]; then\n%s\nfi\nexec %s "$@"\n' % (body, uv_command()))
+    program.chmod(0o755)
+    return os.pathsep.join([str(folder), path_with_uv()])
+
+
+def test_cells_and_workers_with_the_same_lock_build_it_once(tmp_path, block):
+    path = fake_uv(tmp_path / "bin", "echo x >> %s; sleep 1" % (tmp_path / "builds"))
+    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "PATH": path}
+    with WorkerProcess(**env) as one, WorkerProcess(**env) as two, contextlib.ExitStack() as stack:
+        calls = [stack.enter_context(in_background(lambda c=client: c.execute(WHERE, environment=block, timeout_seconds=0.9))) for client in (one, one, two, two)]
+        bundles = [call(60).bundle for call in calls]
+    assert [bundle.manifest["success"] for bundle in bundles] == [True] * 4
+    assert sorted(bundle.manifest["environment"]["installed"] for bundle in bundles) == [False, False, False, True]
+    assert (tmp_path / "builds").read_text() == "x\n"
+
+
+def test_a_build_that_was_killed_is_never_taken_for_a_whole_one(tmp_path, block):
+    path = fake_uv(tmp_path / "bin", '[ -e %s ] || { touch %s; mkdir -p "$UV_PROJECT_ENVIRONMENT/bin"; kill -9 $$; }' % (tmp_path / "once", tmp_path / "once"))
+    with WorkerProcess(STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path) as client:
+        failed = client.execute(WHERE, environment=block)
+        assert failed.status == 500 and "uv sync failed" in failed.json["error"]
+        assert client.run(WHERE, environment=block, timeout_seconds=60).json("version") == "1.17.0"
+
+
+def test_a_worker_that_dies_in_a_build_leaves_it_to_the_next(tmp_path, block):
+    path = fake_uv(tmp_path / "bin", '[ -e %s ] || { touch %s; mkdir -p "$UV_PROJECT_ENVIRONMENT/bin"; sleep 30; }' % (tmp_path / "once", tmp_path / "once"))
+    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "PATH": path}
+    worker = WorkerProcess(**env)
+    with worker as client, in_background(lambda: pytest.raises(OSError, client.execute, WHERE, environment=block)):
+        eventually((tmp_path / "once").exists, "the build runs")
+        worker.process.kill()
+    with WorkerProcess(**env) as client:
+        assert client.run(WHERE, environment=block, timeout_seconds=60).json("version") == "1.17.0"
+
+
+def test_a_cancel_stops_a_build_and_answers_409(tmp_path, block):
+    path = fake_uv(tmp_path / "bin", "touch %s; sleep 30 & wait" % (tmp_path / "runs"))
+    with WorkerProcess(STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path) as client:
+        with in_background(lambda: client.execute("x = 1", environment=block, build_id="building")) as answer:
+            eventually((tmp_path / "runs").exists, "the build runs")
+            assert client.cancel("building")["cancelled"]
+            assert answer(5).status == 409
+
+
+def test_a_build_has_its_own_limit_on_time(tmp_path, block):
+    path = fake_uv(tmp_path / "bin", "sleep 30 & wait")
+    with WorkerProcess(STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path, STRATA_WORKER_ENV_BUILD_SECONDS="0.5") as client:
+        answer = client.execute("x = 1", environment=block)
+    assert answer.status == 500 and "STRATA_WORKER_ENV_BUILD_SECONDS" in answer.json["error"]
+
+
+def registry_path(key):
+    found = strata_worker.describe_python(sys.executable)
+    return "/%s/%s/%s" % (key, found.name, found.platform)
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory, block):
+    """The archive of a real environment made elsewhere, with a console script of its own."""
+    folder = tmp_path_factory.mktemp("registry") / "made here"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "six.py").write_text("__version__ = 'from the registry'\n")
+    script = folder / "bin" / "say"
+    script.write_text("#!%s/bin/python\nimport six, sys; print(six.__version__, sys.prefix)\n" % folder)
+    script.chmod(0o755)
+    long_script = folder / "bin" / "say-long"
+    long_script.write_text("#!/bin/sh\n'''exec' \"%s/bin/python\" \"$0\" \"$@\"\n' '''\nimport six, sys; print(six.__version__, sys.prefix)\n" % folder)
+    long_script.chmod(0o755)
+    box = io.BytesIO()
+    with tarfile.open(fileobj=box, mode="w:gz") as tar:
+        tar.add(folder, ".")
+    return box.getvalue()
+
+
+def test_an_environment_is_fetched_from_the_registry_and_works_at_its_new_place(tmp_path, peer, block, packed):
+    peer.blobs["/r" + registry_path(block["key"])] = packed
+    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "new place"), "STRATA_WORKER_ENV_REGISTRY_URL": peer.url + "/r/", "PATH": path_with_uv()}
+    with WorkerProcess(**env) as client:
+        source = WHERE + "\nimport subprocess\nsaid = [subprocess.run([name], capture_output=True, text=True).stdout.split(None, 3)[:3] for name in ('say', 'say-long')]\npython = sys.executable"
+        bundle = client.run(source, environment=block)
+    assert bundle.json("version") == "from the registry"
+    assert bundle.json("said") == [["from", "the", "registry"]] * 2
+    assert bundle.json("where")[0].startswith(str(tmp_path / "new place"))
+    environment = next((tmp_path / "new place").glob("*/bin")).parent
+    assert os.readlink(environment / "bin" / "python").startswith("/") or (environment / "bin" / "python").exists()
+    assert os.path.dirname(os.path.realpath(sys.executable)) in (environment / "pyvenv.cfg").read_text()
+
+
+@pytest.mark.parametrize("status, outcome", [(404, 200), (500, 500), (403, 500)])
+def test_a_registry_without_it_means_a_build_and_any_other_failure_fails_the_cell(tmp_path, peer, block, status, outcome):
+    path = registry_path(block["key"])
+    peer.faults[path] = [{"status": status, "body": b"no"}]
+    peer.blobs[path] = b""
+    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "STRATA_WORKER_ENV_REGISTRY_URL": peer.url, "PATH": path_with_uv()}
+    with WorkerProcess(**env) as client:
+        answer = client.execute(WHERE, environment=block, timeout_seconds=60)
+    assert answer.status == outcome
+    assert outcome == 200 or "registry answered %d" % status in answer.json["error"]
+
+
+def archive_of(*members):
+    """A .tar.gz of (name, type, content or link target)."""
+    box = io.BytesIO()
+    with tarfile.open(fileobj=box, mode="w:gz") as tar:
+        for name, kind, content in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.mode = kind, 0o755
+            if kind == tarfile.REGTYPE:
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+            else:
+                info.linkname = content
+                tar.addfile(info)
+    return box.getvalue()
+
+
+FILE, LINK, HARD, FOLDER = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE
+HOSTILE_ARCHIVES = {
+    "a path outside": [("../evil", FILE, b"x")],
+    "a path through dots": [("a/../../evil", FILE, b"x")],
+    "an absolute path": [("/tmp/evil", FILE, b"x")],
+    "an absolute link": [("lib/evil", LINK, "/etc/passwd")],
+    "an absolute link beside the interpreter's": [("bin/sh", LINK, "/bin/sh")],
+    "an escaping link": [("a/evil", LINK, "../../outside")],
+    "a link that comes up later": [("a/evil", LINK, "b/../../..")],
+    "a file through a link": [("a", LINK, "b"), ("b", FOLDER, ""), ("a/evil", FILE, b"x")],
+    "a file over a link": [("a", LINK, "b"), ("a", FILE, b"x")],
+    "a folder over a link": [("a", LINK, "."), ("a", FOLDER, ""), ("a/evil", FILE, b"x")],
+    "a hard link outside": [("a", HARD, "../../etc/passwd")],
+    "an absolute hard link": [("a", HARD, "/etc/passwd")],
+    "a hard link to a link": [("a", LINK, "b"), ("c", HARD, "a")],
+    "a device": [("a", tarfile.CHRTYPE, "")],
+    "a pipe": [("a", tarfile.FIFOTYPE, "")],
+    "no interpreter": [("lib/x", FILE, b"x")],
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE_ARCHIVES)
+def test_a_hostile_archive_is_refused_whole(tmp_path, peer, block, attack):
+    peer.blobs[registry_path(block["key"])] = archive_of(*HOSTILE_ARCHIVES[attack])
+    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "STRATA_WORKER_ENV_REGISTRY_URL": peer.url, "PATH": path_with_uv()}
+    with WorkerProcess(**env) as client:
+        answer = client.execute("x = 1", environment=block)
+    assert answer.status == 500 and answer.json["error"].startswith("locked environment: ")
+    assert not list(tmp_path.glob("**/*evil*"))
+    assert not list((tmp_path / "envs").glob("*/.strata-complete"))
+
+
+@pytest.mark.parametrize("archive", [b"no gzip", archive_of(("bin/python", FILE, b"#!/bin/sh\n"))[:-20], archive_of(("big", FILE, bytes(10**6)))])
+def test_an_archive_that_is_broken_or_too_large_is_refused(tmp_path, peer, block, archive):
+    peer.blobs[registry_path(block["key"])] = archive
+    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "STRATA_WORKER_ENV_REGISTRY_URL": peer.url, "PATH": path_with_uv()}
+    with WorkerProcess(STRATA_WORKER_ENV_MAX_BYTES="100000", **env) as client:
+        answer = client.execute("x = 1", environment=block)
+    assert answer.status == 500 and answer.json["error"].startswith("locked environment: ")
+    assert not list((tmp_path / "envs").glob("*/bin"))
+
+
+def test_environments_that_nobody_uses_are_removed_and_one_in_use_is_not(tmp_path, block):
+    root = tmp_path / "envs"
+    for name, days in (("old", 40), ("used", 40), ("new", 1)):
+        (root / name).mkdir(parents=True)
+        (root / name / ".strata-complete").touch()
+        os.utime(root / name / ".strata-complete", (time.time() - days * 86400,) * 2)
+    settings = strata_worker.Settings(env_root=str(root))
+    environments = strata_worker.Environments(settings, None)
+    with contextlib.closing(strata_worker.FileLock(root / "used.lock")) as lock:
+        assert lock.try_acquire(shared=True)
+        environments.sweep()
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["new", "used"]
+
+
+def test_print_env_path_names_the_interpreter_and_the_platform():
+    import platform
+    import sysconfig
+
+    done = run_command("--print-env-path", sys.executable)
+    assert done.stdout.strip() == "cpython-%s%s/%s" % (platform.python_version(), sys.abiflags, sysconfig.get_platform())
+
+
+def test_a_locked_cell_is_forked_once_its_fork_server_is_there(env_worker, block):
+    env_worker.run(WHERE, environment=block, timeout_seconds=60)
+    servers = eventually(lambda: [c for _, c in processes_of(env_worker.worker.process.pid) if str(env_worker.envs) in c[0]], "a fork server")
+    assert "--fork-server" in servers[0]
+    assert env_worker.run(WHERE, environment=block).json("version") == "1.17.0"
+
+
+# ---------------------------------------------------------------------------------------
+# Harness: what one cell gets, does and gives back
+# ---------------------------------------------------------------------------------------
+
+HARNESS = pathlib.Path(__file__).with_name("harness.py")
+
+
+# --------------------------------------------------------------------------------------------
+# Running a cell
+# --------------------------------------------------------------------------------------------
+
+
+class Ran:
+    """A cell that was run: its result, its files and its console."""
+
+    def __init__(self, folder: pathlib.Path, code: int):
+        self.folder = folder
+        self.code = code
+        self.outputs = folder / "outputs"
+        self.stdout, self.stderr = (
+            path.read_text(errors="replace") if path.exists() else ""  # a cell can delete them
+            for path in (folder / "stdout", folder / "stderr")
+        )
+        result = folder / "result.json"
+        self.result = (
+            json.loads(result.read_text(), parse_constant=refuse) if result.exists() else {}
+        )
+        self.error = self.result.get("error")
+        self.traceback = self.result.get("traceback")
+        self.variables = self.result.get("variables")
+        self.displays = self.result.get("displays")
+        self.warnings = self.result.get("mutation_warnings")
+
+    def input(self, name: str, **more) -> dict:
+        """The variable *name* as the spec of another cell's input."""
+        entry = self.variables[name]
+        return {"content_type": entry["content_type"], "file": self.outputs / entry["file"], **more}
+
+    def inputs(self, *names: str) -> dict:
+        return {name: self.input(name) for name in names}
+
+
+def refuse(constant: str):
+    raise ValueError(f"{constant} in result.json")
+
+
+class Runner:
+    """Runs cells, each in a new folder: `run_cell(source, inputs={...}, tables={...}, ...)`."""
+
+    def __init__(self, root: pathlib.Path):
+        self.root = root
+        self.count = 0
+
+    def __call__(self, source, inputs=None, env=None, code=0, python_options=(), **manifest) -> Ran:
+        folder = self.new_folder()
+        manifest["source"] = textwrap.dedent(source)
+        manifest["inputs"] = {name: staged(spec, folder) for name, spec in (inputs or {}).items()}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        ran = Ran(folder, spawn(folder, {**os.environ, **(env or {})}, python_options))
+        print(ran.traceback or "", ran.stderr)
+        assert ran.code == code
+        return ran
+
+    def new_folder(self) -> pathlib.Path:
+        self.count += 1
+        folder = self.root / f"run{self.count}"
+        for name in ("inputs", "outputs", "work"):
+            (folder / name).mkdir(parents=True)
+        return folder
+
+
+@pytest.fixture
+def run_cell(tmp_path):
+    return Runner(tmp_path)
+
+
+def staged(spec: dict, folder: pathlib.Path) -> dict:
+    """The spec with its file, and those of what is injected, copied into the run's folder."""
+    spec = dict(spec)
+    source = pathlib.Path(spec["file"])
+    if source.is_dir():
+        shutil.copytree(source, folder / "inputs" / source.name)
+    elif source.exists():
+        shutil.copy(source, folder / "inputs" / source.name)
+    spec["file"] = f"inputs/{source.name}"
+    injected = spec.get("injected")
+    if injected:
+        spec["injected"] = {name: staged(inner, folder) for name, inner in injected.items()}
+    return spec
+
+
+def spawn(folder: pathlib.Path, env: dict, python_options) -> int:
+    command = [sys.executable, *python_options, str(HARNESS), str(folder / "manifest.json")]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    streams = [os.open(folder / name, flags, 0o600) for name in ("stdout", "stderr")]
+    try:
+        return subprocess.run(
+            command, stdout=streams[0], stderr=streams[1], env=env, timeout=60
+        ).returncode
+    finally:
+        for stream in streams:
+            os.close(stream)
+
+
+@pytest.fixture
+def given(tmp_path):
+    """Write an input's file: `given("json/object", "x.json", b"1")` is its spec."""
+
+    def give(content_type: str, name: str, content: bytes, **more) -> dict:
+        path = tmp_path / name
+        path.write_bytes(content)
+        return {"content_type": content_type, "file": path, **more}
+
+    return give
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def needs(*modules: str):
+    """Skip the test, saying why, unless the *modules* are installed."""
+    missing = [name for name in modules if not is_installed(name)]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+def formats(ran: Ran) -> dict:
+    return {name: entry.get("content_type") for name, entry in ran.variables.items()}
+
+
+# --------------------------------------------------------------------------------------------
+# Which variables come back, and the result
+# --------------------------------------------------------------------------------------------
+
+
+def test_a_cell_gives_back_every_name_it_bound(run_cell):
+    ran = run_cell("x = 1\ny = 'two'\n_hidden = 3")
+    assert ran.result["success"] is True
+    assert ran.variables == {
+        "x": {"content_type": "json/object", "file": "x.json", "bytes": 1, "preview": 1},
+        "y": {"content_type": "json/object", "file": "y.json", "bytes": 5, "preview": "two"},
+    }
+    assert (ran.outputs / "y.json").read_text() == '"two"'
+
+
+def test_the_result_says_which_interpreter_ran_the_cell(run_cell):
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    expected = f"{sys.implementation.name}-{version}-{sys.platform}-{os.uname().machine}"
+    assert run_cell("").result["build_env"] == expected
+
+
+def test_an_empty_cell_gives_back_nothing(run_cell):
+    result = run_cell("# nothing").result
+    assert (result["variables"], result["displays"], result["mutation_warnings"]) == ({}, [], [])
+    assert (result["error"], result["traceback"]) == (None, None)
+
+
+def test_an_input_comes_back_only_when_rebound(run_cell):
+    made = run_cell("a = [1]\nb = [2]")
+    ran = run_cell("a = a + b", made.inputs("a", "b"))
+    assert ran.variables["a"]["preview"] == [1, 2]
+    assert "b" not in ran.variables
+
+
+def test_an_input_named_in_mutation_defines_comes_back_changed(run_cell):
+    made = run_cell("a = [1]")
+    ran = run_cell("a.append(2)", made.inputs("a"), mutation_defines=["a", "other"])
+    assert ran.variables["a"]["preview"] == [1, 2]
+    assert ran.warnings == []
+
+
+def test_names_with_capitals_get_a_hash_so_that_disks_keep_them_apart(run_cell):
+    ran = run_cell("X = 1\nx = 2\nÉté = 3\nžluť = 4")
+    files = {name: entry["file"] for name, entry in ran.variables.items()}
+    assert files["X"] == "X-4b68ab38.json"
+    assert files["x"] == "x.json"
+    assert files["Été"].startswith("Été-")
+    assert files["žluť"] == "žluť.json"
+
+
+def test_names_that_are_no_file_names_are_refused_one_by_one(run_cell):
+    ran = run_cell(
+        """
+        good = 1
+        globals().update({"../up": 1, "a/b": 1, "a\\0b": 1, "..": 1, "": 1, "n" * 300: 1, 5: 1})
+        globals()["\\ud800"] = 1
+        """
+    )
+    assert ran.variables.pop("good")["preview"] == 1
+    assert len(ran.variables) == 7
+    assert all(set(entry) == {"error", "type"} for entry in ran.variables.values())
+    assert sorted(p.name for p in ran.outputs.iterdir()) == ["good.json"]
+
+
+def test_two_variables_never_share_a_file_name(run_cell):
+    ran = run_cell("import math as a\nglobals()['a.module'] = 1")
+    assert ran.variables["a"]["file"] == "a.module.json"
+    assert "already stored" in ran.variables["a.module"]["error"]
+
+
+def test_thousands_of_variables_come_back(run_cell):
+    ran = run_cell("globals().update({f'v{i}': i for i in range(3_000)})")
+    assert len(ran.variables) == 3_000
+    assert ran.variables["v2999"]["preview"] == 2999
+
+
+# --------------------------------------------------------------------------------------------
+# The cell's world
+# --------------------------------------------------------------------------------------------
+
+
+def test_main_is_a_real_module(run_cell):
+    ran = run_cell(
+        """
+        import __main__, dataclasses, inspect, pickle, sys, typing
+
+        @dataclasses.dataclass
+        class Point:
+            x: "int"
+            # a comment
+
+        def f(): return 42  # here
+
+        same = sys.modules["__main__"] is __main__ and __main__.Point is Point
+        again = pickle.loads(pickle.dumps(Point(1))).x
+        hints = str(typing.get_type_hints(Point)["x"])
+        source = inspect.getsource(Point) + inspect.getsource(f)
+        name = __name__
+        """
+    )
+    previews = {name: entry["preview"] for name, entry in ran.variables.items()}
+    assert previews["same"] is True and previews["again"] == 1
+    assert previews["hints"] == "<class 'int'>" and previews["name"] == "__main__"
+    assert "# a comment" in previews["source"] and "# here" in previews["source"]
+
+
+def test_a_cell_sees_nothing_of_the_harness(run_cell):
+    ran = run_cell(
+        """
+        import sys
+        argv, path = sys.argv, sys.path[0]
+        names = [n for n in globals() if not n.startswith("_")]
+        try:
+            import harness
+        except ImportError:
+            hidden = True
+        """
+    )
+    assert ran.variables["argv"]["preview"] == [""]
+    assert ran.variables["path"]["preview"] == ""
+    assert ran.variables["hidden"]["preview"] is True
+    assert set(ran.variables["names"]["preview"]) == {"display", "Markdown", "sys", "argv", "path"}
+
+
+def test_a_cell_starts_in_its_own_empty_folder(run_cell):
+    ran = run_cell("import os\nhere, content = os.getcwd(), os.listdir()")
+    assert ran.variables["here"]["preview"] == str(ran.folder / "work")
+    assert ran.variables["content"]["preview"] == []
+
+
+def test_a_cell_imports_modules_that_it_wrote(run_cell):
+    ran = run_cell("open('mine.py', 'w').write('x = 5')\nfrom mine import x")
+    assert ran.variables["x"]["preview"] == 5
+
+
+def test_top_level_await_and_last_expression_share_one_event_loop(run_cell):
+    ran = run_cell(
+        """
+        import asyncio
+        task = asyncio.ensure_future(asyncio.sleep(0, "slept"))
+        first = await asyncio.sleep(0, "awaited")
+        del asyncio
+        (await task) + first
+        """
+    )
+    assert ran.variables["_"]["preview"] == "sleptawaited"
+
+
+def test_future_imports_reach_the_last_expression(run_cell):
+    ran = run_cell(
+        """
+        from __future__ import annotations
+        def f(x: nowhere): pass
+        f.__annotations__["x"]
+        """
+    )
+    assert ran.variables["_"]["preview"] == "nowhere"
+
+
+def test_the_harness_passes_none_of_its_own_future_imports_on(run_cell):
+    ran = run_cell("def f(x: int): pass\nf.__annotations__['x'] is int")
+    assert ran.variables["_"]["preview"] is True
+
+
+def test_tables_mounts_and_output_folders_are_bound(run_cell, tmp_path):
+    ran = run_cell(
+        """
+        import pathlib
+        (plots / "a.txt").write_text("made")
+        kinds = [isinstance(p, pathlib.Path) and p.is_absolute() for p in (data, plots)]
+        seen = [t, t_snapshot, (data / "f").read_text(), plots.name]
+        """,
+        tables={"t": {"uri": "file:///t", "snapshot_id": 7}},
+        mounts={"data": str(tmp_path / "m")}
+        if (tmp_path / "m").mkdir() is None and (tmp_path / "m" / "f").write_text("mounted")
+        else {},
+        output_dirs={"plots": "work"},
+    )
+    assert ran.variables["kinds"]["preview"] == [True, True]
+    assert ran.variables["seen"]["preview"] == ["file:///t", 7, "mounted", "work"]
+
+
+def test_files_and_folders_arrive_as_absolute_paths(run_cell, given, tmp_path):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "leaf").write_text("green")
+    ran = run_cell(
+        "seen = [raw.read_text(), (tree / 'leaf').read_text(), raw.is_absolute()]",
+        {
+            "raw": given("file/path", "raw.csv", b"a,b"),
+            "tree": {"content_type": "dir/tar", "file": tmp_path / "tree"},
+        },
+    )
+    assert ran.variables["seen"]["preview"] == ["a,b", "green", True]
+
+
+def test_nothing_is_imported_that_the_cell_does_not_need(run_cell):
+    ran = run_cell(
+        "import sys\nx = {'a': [1.5]}\nheavy = sorted(set(sys.modules) & {'pyarrow', "
+        "'numpy', 'pandas', 'cloudpickle', 'pickle', 'asyncio', 'traceback', 'typing'})",
+        python_options=["-S"],
+    )
+    assert ran.variables["heavy"]["preview"] == []
+
+
+# --------------------------------------------------------------------------------------------
+# Errors
+# --------------------------------------------------------------------------------------------
+
+
+def test_a_traceback_shows_the_cells_lines_and_none_of_the_harness(run_cell):
+    ran = run_cell("def f(n):\n    return 1 / n\n\nf(0)")
+    assert ran.result["success"] is False and ran.variables == {}
+    assert ran.error == "ZeroDivisionError: division by zero"
+    assert "return 1 / n" in ran.traceback and "line 4, in <module>" in ran.traceback
+    assert "harness" not in ran.traceback
+
+
+def test_an_awaiting_cells_traceback_shows_no_asyncio(run_cell):
+    ran = run_cell("import asyncio\nawait asyncio.sleep(0)\n1 / 0")
+    assert ran.traceback.count("File") == 1
+
+
+def test_a_traceback_tells_of_causes_and_notes(run_cell):
+    ran = run_cell(
+        """
+        try:
+            try: {}["k"]
+            except KeyError as e: raise ValueError("second") from e
+        except ValueError as e:
+            if hasattr(e, "add_note"): e.add_note("a note")
+            raise
+        """
+    )
+    assert "KeyError: 'k'" in ran.traceback and "direct cause" in ran.traceback
+    assert ran.error == "ValueError: second"
+    assert sys.version_info < (3, 11) or "a note" in ran.traceback
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups before Python 3.11")
+def test_a_traceback_tells_of_every_exception_in_a_group(run_cell):
+    ran = run_cell("raise ExceptionGroup('both', [ValueError('one'), OSError('two')])")
+    assert "ValueError: one" in ran.traceback and "OSError: two" in ran.traceback
+
+
+def test_a_syntax_error_shows_its_line(run_cell):
+    ran = run_cell("x = 1\ny = = 2")
+    assert ran.error.startswith("SyntaxError: ") and "line 2" in ran.error
+    assert "y = = 2" in ran.traceback and "^" in ran.traceback
+
+
+@pytest.mark.parametrize(
+    "ending, error",
+    [
+        ("import sys; sys.exit()", "SystemExit: the cell ended itself with sys.exit()"),
+        ("import sys; sys.exit(3)", "SystemExit: the cell ended itself with sys.exit(3)"),
+        ("exit('bye')", "SystemExit: the cell ended itself with sys.exit('bye')"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("assert False", "AssertionError"),
+    ],
+)
+def test_whatever_ends_the_cell_is_its_error(run_cell, ending, error):
+    ran = run_cell(f"x = 1\n{ending}")
+    assert (ran.error, ran.variables) == (error, {})
+
+
+def test_endless_recursion_is_an_error_like_any_other(run_cell):
+    ran = run_cell("def f(n): return f(n + 1)\nf(0)")
+    assert ran.error.startswith("RecursionError: ")
+    assert len(ran.traceback) < 3_000
+
+
+def test_an_exception_that_cannot_be_printed_is_still_reported(run_cell):
+    ran = run_cell(
+        """
+        class Meta(type):
+            @property
+            def __name__(cls): raise OSError
+        class Bad(Exception, metaclass=Meta):
+            def __str__(self): raise SystemExit
+        raise Bad
+        """
+    )
+    assert ran.error == "Bad: <Bad object>"
+    assert "Bad" in ran.traceback
+
+
+def test_a_failed_cell_keeps_its_displays_and_console(run_cell):
+    ran = run_cell("print('before')\ndisplay([1])\n1 / 0")
+    assert ran.stdout == "before\n"
+    assert [entry["preview"] for entry in ran.displays] == [[1]]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"source": 1}', '{"source": "", "inputs": 1}'])
+def test_a_bad_manifest_is_exit_code_2(tmp_path, text):
+    path = tmp_path / "manifest.json"
+    path.write_text(text)
+    done = subprocess.run([sys.executable, HARNESS, path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "is no manifest" in done.stderr and "Traceback" not in done.stderr
+
+
+# --------------------------------------------------------------------------------------------
+# Inputs that cannot be loaded
+# --------------------------------------------------------------------------------------------
+
+
+def test_an_r_object_fails_the_cell_by_name(run_cell, given):
+    ran = run_cell("1", {"model": given("application/x-r-rds", "model.rds", b"RDX3")})
+    assert "'model' (application/x-r-rds)" in ran.error and "data.frame" in ran.error
+
+
+def test_an_unknown_format_fails_the_cell_by_name(run_cell, given):
+    ran = run_cell("1", {"v": given("video/mp4", "v.bin", b"")})
+    assert (
+        ran.error == "InputError: input 'v' (video/mp4) could not be loaded: "
+        "ValueError: this worker knows no such format"
+    )
+
+
+def test_a_missing_library_is_named(run_cell, given):
+    spec = given("module/import", "m.module.json", b'{"module_name": "no_such.thing"}')
+    ran = run_cell("1", {"m": spec})
+    assert "'m' (module/import)" in ran.error and "install no_such" in ran.error
+
+
+def test_a_missing_file_is_named(run_cell, tmp_path):
+    spec = {"content_type": "json/object", "file": tmp_path / "gone.json"}
+    assert "no file gone.json" in run_cell("1", {"x": spec}).error
+
+
+def test_a_broken_file_fails_the_cell_by_name(run_cell, given):
+    inputs = {"x": given("pickle/object", "x.pickle", b"no pickle")}
+    assert "'x' (pickle/object)" in run_cell("1", inputs).error
+
+
+# --------------------------------------------------------------------------------------------
+# Values that cross from one cell to the next
+# --------------------------------------------------------------------------------------------
+
+# Each row: a name; the expression that makes the value in the first cell; the format that it is
+# to travel in; and an expression that the second cell must find true of `v`, what arrived there,
+# with `made` the same value made anew. All rows cross in one pair of cells: imports cost seconds.
+# What a row needs beyond the standard library is seen from the names that it uses.
+
+JSON, PICKLE, ARROW = "json/object", "pickle/object", "arrow/ipc"
+
+SETUP = {
+    "cloudpickle": "import cloudpickle",
+    "pyarrow": "import pyarrow as pa\nschema = pa.schema({'a': pa.int32()}, {b'k': b'v'})",
+    "numpy": "import numpy as np",
+    "pandas": "import pandas as pd\nimport pandas.testing as pdt",
+    "polars": "import polars as pl\nimport polars.testing as plt",
+    "torch": "import torch",
+}
+ABBREVIATIONS = {
+    "pa.": "pyarrow",
+    "np.": "numpy",
+    "pd.": "pandas",
+    "pl.": "polars",
+    "torch.": "torch",
+    "E.P": "cloudpickle",  # plain pickle names a class of the first cell, which the second lacks
+}
+
+STANDARD_SETUP = """
+import collections, enum, math
+from datetime import *
+from decimal import Decimal
+from uuid import UUID
+E = enum.IntEnum("E", "P")
+"""
+
+EQUAL = "v == made and type(v) is type(made)"
+SAME_ARRAY = (
+    "(v.shape, v.dtype) == (made.shape, made.dtype) and v.flags.writeable"
+    " and (v.tolist() if v.dtype == object else v.tobytes())"
+    " == (made.tolist() if v.dtype == object else made.tobytes())"
+)
+SAME_FRAME = "pdt.assert_frame_equal(v, made) is None"
+SAME_SERIES = "pdt.assert_series_equal(v, made) is None and type(v.name) is type(made.name)"
+
+ROWS = [
+    # What JSON gives back unchanged
+    ("nested", "[1, -2.5, 'žluť', True, None, {'k': [[]]}]", JSON, EQUAL),
+    (
+        "not_finite",
+        "[math.nan, math.inf, -math.inf]",
+        JSON,
+        "math.isnan(v[0]) and v[1:] == made[1:]",
+    ),
+    ("big_integer", "2 ** 300", JSON, EQUAL),
+    ("lone_surrogate", "'\\ud800'", JSON, EQUAL),
+    ("numbers", "[1.0, 1, -0.0, 1e300]", JSON, "repr(v) == repr(made)"),
+    ("none", "None", JSON, "v is None"),
+    # What JSON would change
+    ("integer_keys", "{1: 'x'}", PICKLE, EQUAL),
+    ("tuple_inside", "[(1, 2)]", PICKLE, EQUAL),
+    ("counter", "collections.Counter('aab')", PICKLE, EQUAL),
+    ("enum", "E.P", PICKLE, "v == 1 and isinstance(v, enum.IntEnum)"),
+    ("set_inside", "{'k': {1}}", PICKLE, EQUAL),
+    ("surrogate_pair", "'\\ud83d\\ude00'", PICKLE, EQUAL),
+    ("huge_integer", "1 << 20000", PICKLE, EQUAL),
+    # Typed scalars
+    ("datetime", "datetime(2024, 2, 29, 12, 30, 1, 5)", ARROW, EQUAL),
+    ("aware", "datetime(2024, 1, 1, tzinfo=timezone.utc)", ARROW, EQUAL),
+    ("date", "date(1, 1, 1)", ARROW, EQUAL),
+    ("time", "time(23, 59, 59, 299999)", ARROW, EQUAL),
+    ("timedelta", "timedelta(days=-1, microseconds=1)", ARROW, EQUAL),
+    ("decimal", "Decimal('1.10')", ARROW, EQUAL + " and str(v) == '1.10'"),
+    ("bytes", "bytes(range(256))", ARROW, EQUAL),
+    ("bytearray", "bytearray(b'x')", ARROW, "v == made"),
+    ("uuid", "UUID(int=7)", ARROW, EQUAL),
+    ("complex", "complex(1, -2)", ARROW, EQUAL),
+    # Scalars that Arrow would change
+    ("longest_timedelta", "timedelta.max", PICKLE, EQUAL),
+    ("not_a_decimal", "Decimal('NaN')", PICKLE, "v.is_nan()"),
+    ("aware_time", "time(1, tzinfo=timezone.utc)", PICKLE, EQUAL + " and v.tzinfo is timezone.utc"),
+    ("nanoseconds", "pd.Timestamp('2024-01-01 00:00:00.000000001')", ARROW, EQUAL),
+    ("not_a_time", "pd.NaT", PICKLE, "v is pd.NaT"),
+    # Arrays
+    ("matrix", "np.arange(6.0).reshape(2, 3)", ARROW, SAME_ARRAY),
+    ("single", "np.array(5, dtype='int8')", ARROW, SAME_ARRAY),
+    ("empty", "np.zeros((0, 3), dtype='float32')", ARROW, SAME_ARRAY),
+    ("booleans", "np.array([[True, False]])", ARROW, SAME_ARRAY),
+    ("complex64", "np.array([1 + 2j], dtype='complex64')", ARROW, SAME_ARRAY),
+    ("dates", "np.array(['2024', 'NaT'], dtype='M8[D]')", ARROW, SAME_ARRAY),
+    ("words", "np.array(['x', 'žluť'])", ARROW, SAME_ARRAY),
+    ("half_floats", "np.array([1.5, np.nan], dtype='float16')", ARROW, SAME_ARRAY),
+    ("mapped", "np.arange(100_000)", ARROW, SAME_ARRAY),
+    ("byte_strings", "np.array([b'ab', b'c'])", ARROW, SAME_ARRAY),
+    ("text_objects", "np.array(['s', 't'], dtype=object)", ARROW, SAME_ARRAY),
+    (
+        "not_contiguous",
+        "np.asfortranarray(np.arange(4).reshape(2, 2))[:, ::-1]",
+        ARROW,
+        SAME_ARRAY,
+    ),
+    # Arrays that Arrow would change
+    ("masked", "np.ma.array([1, 2], mask=[0, 1])", PICKLE, "v.mask.tolist() == [False, True]"),
+    ("objects", "np.array([1, None, (2,)], dtype=object)", PICKLE, "v.tolist() == [1, None, (2,)]"),
+    ("records", "np.array([(1, 2.0)], dtype='i4,f8')", PICKLE, "v.dtype == made.dtype"),
+    ("big_endian", "np.array([1, 2], dtype='>i4')", PICKLE, "v.dtype.str == '>i4'"),
+    ("inner_nul", "np.array(['a\\0b'])", PICKLE, "v[0] == 'a\\0b'"),
+    ("long_double", "np.longdouble(1) / 3", PICKLE, "v == made"),
+    # numpy scalars come back as Python's
+    ("float32", "np.float32(0.5)", ARROW, "v == 0.5 and type(v) is float"),
+    ("uint64", "np.uint64(2**64 - 1)", ARROW, "v == 2**64 - 1 and type(v) is int"),
+    ("bool_", "np.bool_(True)", ARROW, "v is True"),
+    ("str_", "np.str_('s')", ARROW, "v == 's' and type(v) is str"),
+    ("complex128", "np.complex128(1j)", ARROW, "v == 1j and type(v) is complex"),
+    ("datetime64", "np.datetime64('2024-01-01')", ARROW, "v == date(2024, 1, 1)"),
+    # Tables
+    (
+        "arrow_table",
+        "pa.table({'a': [1, None]}, schema=schema)",
+        ARROW,
+        "v.equals(made) and v.schema.equals(schema, check_metadata=True)",
+    ),
+    ("batch", "pa.RecordBatch.from_pydict({'x': ['a', 'b']})", ARROW, EQUAL),
+    ("empty_batch", "pa.RecordBatch.from_pydict({'x': pa.array([], pa.int8())})", ARROW, EQUAL),
+    ("equal_names", "pa.table([pa.array([1]), pa.array(['x'])], names=['a', 'a'])", ARROW, EQUAL),
+    (
+        "frame_with_index",
+        "pd.DataFrame({'n': [1.5, None], 's': ['x', None]}, index=['i', 'j'])",
+        ARROW,
+        SAME_FRAME,
+    ),
+    ("long_frame", "pd.DataFrame({'big': range(1000)})", ARROW, SAME_FRAME),
+    ("series_without_name", "pd.Series([1, 2])", ARROW, SAME_SERIES),
+    ("series_with_empty_name", "pd.Series([1, 2], name='')", ARROW, SAME_SERIES),
+    ("series_named_0", "pd.Series([1, 2], name=0)", ARROW, SAME_SERIES),
+    ("polars_frame", "pl.DataFrame({'n': [1, None], 'l': [['x'], []]})", ARROW, "v.equals(made)"),
+    (
+        "polars_series",
+        "pl.Series('name', ['x', 'y'], dtype=pl.Categorical)",
+        ARROW,
+        "v.name == 'name' and v.dtype == made.dtype and v.to_list() == ['x', 'y']",
+    ),
+    # Frames that Arrow refuses
+    (
+        "mixed_frame",
+        "pd.DataFrame({'a': [1, 'x', None], 'b': [1.5, 2.5, math.nan]})",
+        ARROW,
+        "v['a'].tolist() == [1, 'x', None] and v['b'].tolist()[:2] == [1.5, 2.5]",
+    ),
+    (
+        "mixed_series",
+        "pd.Series([1, 'x', (2,)], name='mixed')",
+        ARROW,
+        "v.name == 'mixed' and v.tolist() == [1, 'x', [2]]",
+    ),
+    ("twin_columns", "pd.DataFrame([[1, 2]], columns=['c', 'c'])", ARROW, SAME_FRAME),
+    ("no_columns", "pd.DataFrame(index=range(3))", ARROW, "v.shape == (3, 0)"),
+    # Tensors
+    (
+        "tensor",
+        "torch.arange(6.0).reshape(2, 3).requires_grad_()",
+        ARROW,
+        "torch.equal(v, made) and v.add_(1) is v",
+    ),
+    ("tensor_number", "torch.tensor(3)", ARROW, "v.shape == () and v.item() == 3"),
+    ("conjugated", "torch.tensor([1 + 2j]).conj()", ARROW, "v.tolist() == [1 - 2j]"),
+    ("bfloat16", "torch.ones(2, dtype=torch.bfloat16)", PICKLE, "torch.equal(v, made)"),
+]
+
+
+def modules_of(row: tuple) -> list:
+    """The modules that a row needs."""
+    _, expression, content_type, check = row
+    used = [module for short, module in ABBREVIATIONS.items() if short in expression + check]
+    return used + ["pyarrow"] * (content_type == ARROW)
+
+
+POSSIBLE = [row for row in ROWS if all(map(is_installed, modules_of(row)))]
+
+
+class Crossed:
+    """All possible rows, made in one cell and checked in the next: what became of each."""
+
+    def __init__(self, run_cell: Runner):
+        modules = sorted({module for row in POSSIBLE for module in modules_of(row)})
+        setup = STANDARD_SETUP + "\n".join(SETUP[module] for module in modules) + "\n"
+        self.made = run_cell(setup + "\n".join(f"its_{row[0]} = {row[1]}" for row in POSSIBLE))
+        names = [f"its_{row[0]}" for row in POSSIBLE]
+        self.found = run_cell(setup + self.checks(), self.made.inputs(*names))
+
+    def checks(self) -> str:
+        """The source of a cell that says of each row whether its check holds, or why not."""
+        lines = ["found = {}"]
+        for name, made, _, check in POSSIBLE:
+            lines += [
+                "try:",
+                f"    v, made = its_{name}, {made}",
+                f"    found[{name!r}] = bool({check})",
+            ]
+            lines += ["except Exception as error:", f"    found[{name!r}] = repr(error)"]
+        return "\n".join(lines)
+
+    def __call__(self, name: str) -> tuple:
+        """(the value's entry in the result, whether its check held)"""
+        entry = self.made.variables[f"its_{name}"]
+        return entry, self.found.variables["found"]["preview"][name]
+
+    def content(self, name: str) -> bytes:
+        return (self.made.outputs / self(name)[0]["file"]).read_bytes()
+
+    def metadata(self, name: str) -> dict:
+        import pyarrow
+
+        metadata = pyarrow.ipc.open_stream(self.content(name)).schema.metadata
+        return {key: value for key, value in metadata.items() if key != b"pandas"}
+
+
+@pytest.fixture(scope="session")
+def crossed(tmp_path_factory):
+    return Crossed(Runner(tmp_path_factory.mktemp("crossed")))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_a_value_crosses_in_its_format_and_arrives_as_it_was(request, row):
+    if row not in POSSIBLE:
+        pytest.skip(f"not installed: one of {', '.join(modules_of(row))}")
+    entry, found = request.getfixturevalue("crossed")(row[0])
+    assert (entry.get("content_type"), found) == (row[2], True), entry
+
+
+# --------------------------------------------------------------------------------------------
+# JSON
+# --------------------------------------------------------------------------------------------
+
+
+def test_json_keeps_nan_in_the_file_and_not_in_the_preview(run_cell):
+    ran = run_cell("x = [float('nan'), float('inf'), 1.5]")
+    assert (ran.outputs / "x.json").read_text() == "[NaN, Infinity, 1.5]"
+    assert ran.variables["x"]["preview"] == [None, None, 1.5]
+
+
+def test_deep_json_does_not_reach_the_preview(run_cell):
+    ran = run_cell("x = []\nfor _ in range(400): x = [x]")
+    assert ran.variables["x"]["content_type"] == "json/object"
+    assert ran.variables["x"]["preview"] == "<list, 401 levels deep>"
+
+
+# --------------------------------------------------------------------------------------------
+# Pickle
+# --------------------------------------------------------------------------------------------
+
+
+def test_a_pickle_lies_in_an_envelope(run_cell):
+    ran = run_cell("x = {1, 2}", env={"STRATA_NOTEBOOK_OBJECT_CODEC": " Pickle "})
+    envelope = pickle.loads((ran.outputs / "x.pickle").read_bytes())
+    assert envelope.pop("__strata_object_codec__") == "strata.notebook.object_codec.v1"
+    assert pickle.loads(envelope.pop("payload")) == {1, 2}
+    assert envelope == {"codec": "pickle"}
+    entry = ran.variables["x"]
+    assert (entry["codec"], entry["type"], entry["preview"]) == ("pickle", "set", "<set object>")
+
+
+@needs("cloudpickle")
+def test_functions_and_classes_of_the_cell_travel_by_value(run_cell):
+    made = run_cell("k = 3\nclass P: v = 7\np = P()\ndef f(n): return n * k + p.v")
+    assert made.variables["f"]["codec"] == "cloudpickle"
+    ran = run_cell("seen = [f(2), p.v, P.v]", made.inputs("f", "p", "P"))
+    assert ran.variables["seen"]["preview"] == [13, 7, 7]
+
+
+@needs("cloudpickle")
+def test_display_in_a_function_of_another_cell_displays_in_this_one(run_cell):
+    made = run_cell("def show(x): display(x)\nnote = Markdown('hi')")
+    ran = run_cell("show([1])\nnote", made.inputs("show", "note"))
+    assert [entry["content_type"] for entry in ran.displays] == ["json/object", "text/markdown"]
+
+
+def test_a_bare_pickle_is_read(run_cell, given):
+    spec = given("pickle/object", "x.pickle", pickle.dumps({"a": {1}}))
+    assert run_cell("y = list(x['a'])", {"x": spec}).variables["y"]["preview"] == [1]
+
+
+def test_an_unknown_codec_is_an_error_of_its_variable(run_cell, given):
+    ran = run_cell("x = {1}\ny = 1", env={"STRATA_NOTEBOOK_OBJECT_CODEC": "dill"})
+    assert "'dill'" in ran.variables["x"]["error"] and ran.variables["y"]["preview"] == 1
+    envelope = {"__strata_object_codec__": "strata.notebook.object_codec.v1", "codec": "dill"}
+    spec = given("pickle/object", "x.pickle", pickle.dumps({**envelope, "payload": b""}))
+    assert "'dill'" in run_cell("1", {"x": spec}).error
+
+
+# --------------------------------------------------------------------------------------------
+# Modules and cell instances
+# --------------------------------------------------------------------------------------------
+
+
+def test_a_module_is_imported_again_by_name(run_cell):
+    made = run_cell("import os.path as p")
+    assert made.variables["p"]["preview"] == "<module 'posixpath'>"
+    assert json.loads((made.outputs / "p.module.json").read_text()) == {"module_name": "posixpath"}
+    assert run_cell("y = p.sep", made.inputs("p")).variables["y"]["preview"] == "/"
+
+
+def test_a_module_without_a_name_to_import_it_by_is_an_error(run_cell):
+    ran = run_cell("import types\nm = types.ModuleType('m')\nm.__dict__['__name__'] = 'nowhere'")
+    assert "cannot be imported" in ran.variables["m"]["error"]
+
+
+POINTS = """
+import dataclasses
+
+RUNS.append(1)
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    def scaled(self): return self.x * factor
+
+class Slotted:
+    __slots__ = ("a", "__b")
+    def __init__(self): raise RuntimeError("not called when restored")
+    def set(self, b): self.__b = b
+    def get(self): return self.__b
+
+class Own:
+    def __getstate__(self): return ["kept", self.v]
+    def __setstate__(self, state): self.v = state
+
+class Bag(list): pass
+
+def double(x): return x * 2
+"""
+
+
+@pytest.fixture
+def points(given):
+    """The specs of what a cell module defines, with the values that its source uses."""
+    injected = {
+        "factor": given("json/object", "factor.json", b"10"),
+        "RUNS": given("json/object", "RUNS.json", b"[]"),
+    }
+
+    def spec(symbol: str) -> dict:
+        about = {"module_name": "cell-1f-abc", "symbol_name": symbol, "source": POINTS}
+        content = json.dumps(about).encode()
+        return given("module/cell", f"{symbol}.cell_module.json", content, injected=injected)
+
+    names = ("Point", "Slotted", "Own", "Bag", "double")
+    return {name: spec(name) for name in names}
+
+
+def test_a_cell_module_runs_once_with_what_is_injected(run_cell, points):
+    ran = run_cell(
+        """
+        import inspect, sys
+        module = sys.modules["cell-1f-abc"]
+        runs, six, scaled = module.RUNS, double(3), Point(4).scaled()
+        marks = [module.__strata_cell_module__, Point.__strata_cell_exported_class__]
+        source = inspect.getsource(double)
+        kept = module.__strata_cell_module_source__
+        del module
+        """,
+        points,
+    )
+    previews = {name: entry.get("preview") for name, entry in ran.variables.items()}
+    assert (previews["runs"], previews["six"], previews["scaled"]) == ([1], 6, 40)
+    assert previews["marks"] == [True, True] and previews["kept"] == POINTS
+    assert previews["source"] == "def double(x): return x * 2\n"
+
+
+def test_instances_of_a_cell_modules_classes_travel_with_its_source(run_cell, points):
+    made = run_cell(
+        """
+        p = Point(4)
+        p.more = "dynamic"
+        s = Slotted.__new__(Slotted)
+        s.set(5)
+        o = Own()
+        o.v = 6
+        """,
+        points,
+    )
+    assert {made.variables[n]["content_type"] for n in "pso"} == {"module/cell-instance"}
+    entry = made.variables["p"]
+    assert (entry["file"], entry["type"]) == ("p.cell_instance.pickle", "Point")
+    about = pickle.loads((made.outputs / entry["file"]).read_bytes())
+    assert set(about) == {"module_name", "class_name", "source", "state_codec", "state_payload"}
+    state = pickle.loads(about["state_payload"])
+    assert state["__strata_cell_instance_state__"] == "strata.notebook.cell_instance_state.v1"
+    assert (state["dict"], state["slots"]) == ({"x": 4, "more": "dynamic"}, {})
+    ran = run_cell(
+        "seen = [p.scaled(), p.more, s.get(), o.v, p == Point(4)]",
+        {**made.inputs("p", "s", "o"), **points},
+    )
+    assert ran.variables["seen"]["preview"] == [40, "dynamic", 5, ["kept", 6], True]
+
+
+def test_the_older_form_of_a_cell_instance_is_read(run_cell, given):
+    about = {"module_name": "m-1", "class_name": "C", "source": "class C: pass"}
+    content = pickle.dumps({**about, "state_pickle": pickle.dumps({"v": 8})})
+    spec = given("module/cell-instance", "c.cell_instance.pickle", content)
+    assert run_cell("v = c.v", {"c": spec}).variables["v"]["preview"] == 8
+
+
+@needs("cloudpickle")
+def test_instances_inside_other_values_bring_their_module_along(run_cell, points):
+    made = run_cell("many = {'p': [Point(1), Point(2)]}", points)
+    again = run_cell("many = dict(many)\none = many['p'][1]", made.inputs("many"))
+    assert formats(again) == {"many": "pickle/object", "one": "module/cell-instance"}
+    seen = "seen = [many['p'][1].scaled(), many['p'][0] == Point(1), one.x]"
+    ran = run_cell(seen, {**again.inputs("many", "one"), **points})
+    assert ran.variables["seen"]["preview"] == [20, True, 2]
+
+
+@needs("cloudpickle")
+def test_an_instance_with_content_of_its_own_keeps_it(run_cell, points):
+    made = run_cell("b = Bag([1, 2])", points)
+    ran = run_cell("seen = list(b)", {**made.inputs("b"), **points})
+    assert ran.variables["seen"]["preview"] == [1, 2]
+
+
+# --------------------------------------------------------------------------------------------
+# Arrow
+# --------------------------------------------------------------------------------------------
+
+
+@needs("pyarrow", "pandas")
+def test_a_frame_that_arrow_refuses_becomes_a_json_table(crossed):
+    entry, content = crossed("mixed_frame")[0], crossed.content("mixed_frame")
+    table = json.loads(content)
+    assert table["__strata_arrow_json_fallback__"] is True
+    assert table["format"] == "strata.notebook.arrow_json_fallback.v1"
+    assert (table["kind"], table["columns"], table["series_name"]) == (
+        "dataframe",
+        ["a", "b"],
+        None,
+    )
+    assert table["data"][:2] == [[1, 1.5], ["x", 2.5]]
+    assert entry["preview"] == [[1, 1.5], ["x", 2.5], ["", None]]
+
+
+@needs("pyarrow", "pandas")
+def test_tables_are_described_by_rows_columns_and_their_first_twenty_rows(crossed):
+    entry = crossed("frame_with_index")[0]
+    assert (entry["rows"], entry["columns"]) == (2, ["n", "s", "__index_level_0__"])
+    assert entry["preview"] == [[1.5, "x", "i"], ["", "", "j"]]
+    entry = crossed("long_frame")[0]
+    assert (entry["rows"], entry["preview"]) == (1000, [[n] for n in range(20)])
+
+
+@needs("pyarrow", "numpy")
+def test_arrays_and_scalars_are_described_by_their_previews(crossed):
+    previews = {
+        "matrix": "ndarray shape=(2, 3) dtype=float64",
+        "single": "ndarray shape=() dtype=int8",
+    }
+    previews.update(datetime="2024-02-29 12:30:01.000005", float32=0.5)
+    assert {name: crossed(name)[0]["preview"] for name in previews} == previews
+
+
+@needs("pyarrow", "pandas")
+def test_arrow_metadata_says_how_to_rebuild_the_value(crossed):
+    metadata = crossed.metadata("series_without_name")
+    assert metadata[b"strata.arrow.shape"] == b"table"
+    assert metadata[b"strata.arrow.source"] == b"pandas.Series"
+    assert metadata[b"strata.arrow.pandas.name"] == b"null"
+    assert crossed.metadata("complex64") == {
+        b"strata.arrow.shape": b"tensor",
+        b"strata.arrow.tensor.shape": b"[1]",
+        b"strata.arrow.tensor.dtype": b"complex64",
+    }
+    assert crossed.metadata("uuid") == {
+        b"strata.arrow.shape": b"scalar",
+        b"strata.arrow.scalar.type": b"uuid",
+    }
+
+
+@needs("pyarrow", "jax")
+def test_a_64_bit_jax_array_never_comes_back_as_32_bits(harness, run_cell, tmp_path):
+    import numpy
+
+    table = harness.tensor_table(numpy.ones(3), b"jax.Array")
+    with open(tmp_path / "a.arrow", "wb") as file:
+        harness.write_stream(table, file)
+    spec = {"content_type": "arrow/ipc", "file": tmp_path / "a.arrow"}
+    ran = run_cell("seen = [str(a.dtype), type(a).__module__[:3], a.tolist()]", {"a": spec})
+    assert ran.variables["seen"]["preview"] == ["float64", "jax", [1, 1, 1]]
+
+
+@needs("pyarrow")
+def test_exporters_of_arrow_streams_come_back_as_tables(run_cell):
+    made = run_cell(
+        """
+        import pyarrow as pa
+        class Exporter:
+            def __arrow_c_stream__(self, schema=None):
+                return pa.table({'a': [1]}).__arrow_c_stream__(schema)
+        class Iterator(Exporter):
+            def __next__(self): raise StopIteration
+        class Device:
+            def __dlpack__(self, **options): raise RuntimeError("not on the CPU")
+        x, i, d = Exporter(), Iterator(), Device()
+        del Exporter, Iterator, Device
+        """
+    )
+    assert formats(made)["x"] == "arrow/ipc"
+    assert formats(made)["i"] == formats(made)["d"] == "pickle/object"
+    ran = run_cell("y = x.to_pydict()", made.inputs("x"))
+    assert ran.variables["y"]["preview"] == {"a": [1]}
+
+
+@needs("pyarrow", "numpy")
+def test_the_files_of_inputs_never_change(run_cell):
+    made = run_cell("import numpy as np\na = np.zeros(100_000)")
+    before = (made.outputs / "a.arrow").read_bytes()
+    ran = run_cell("a += 1\ns = float(a.sum())", made.inputs("a"), mutation_defines=["a"])
+    assert ran.variables["s"]["preview"] == 100_000
+    assert (ran.folder / "inputs" / "a.arrow").read_bytes() == before
+    assert (ran.outputs / "a.arrow").read_bytes() != before
+
+
+# --------------------------------------------------------------------------------------------
+# Frames that hypothesis makes
+# --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def harness():
+    """harness.py as a module of this process."""
+    spec = importlib.util.spec_from_file_location("harness_in_process", HARNESS)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def frame_columns():
+    """Strategies of columns, each of three values, by what is odd about them."""
+    import pandas as pd
+    from hypothesis import strategies as st
+
+    def of(*options):
+        return st.sampled_from(options)
+
+    stamps = pd.to_datetime(["2024-01-01", "2024-02-01", None])
+    text = pd.array(["a", None, "ž"], dtype="string")
+    return of(
+        [1, 2, 3],
+        [1.5, None, float("inf")],
+        ["x", "y", None],
+        [1, "x", None],
+        [None, None, None],
+        [[1, 2], [], [3]],
+        [{"k": 1}, {"k": 2}, {"k": None}],
+        [b"x", b"", None],
+        [{1, 2}, object, 3],
+        pd.Categorical(["lo", "hi", None], categories=["lo", "hi"], ordered=True),
+        pd.array([1, None, 3], dtype="Int64"),
+        pd.array([True, None, False], dtype="boolean"),
+        text,
+        stamps,
+        stamps.tz_localize("Europe/Prague"),
+        pd.period_range("2024-01", periods=3, freq="M"),
+        pd.interval_range(0, 3),
+        pd.arrays.SparseArray([0.0, 0.0, 1.5]),
+        pd.to_timedelta(["1s", None, "2D"]),
+        pd.array([1, None, 3], dtype=pd.ArrowDtype(__import__("pyarrow").int32())),
+    )
+
+
+def frames():
+    """Frames of up to four odd columns under odd labels, with odd indexes."""
+    import pandas as pd
+    from hypothesis import strategies as st
+
+    label = st.one_of(
+        st.text(max_size=3),
+        st.integers(-2, 2),
+        st.none(),
+        st.tuples(st.integers(0, 1), st.text(max_size=1)),
+    )
+    index = st.sampled_from(
+        [
+            None,
+            ["i", "i", "j"],
+            pd.RangeIndex(5, 11, 2, name="r"),
+            pd.MultiIndex.from_tuples([(1, "a"), (1, "b"), (2, "a")], names=["n", None]),
+            pd.date_range("2024", periods=3, tz="UTC"),
+            pd.CategoricalIndex(["a", "b", "a"]),
+            pd.Index([1.5, None, 2.5]),
+        ]
+    )
+    columns = st.lists(st.tuples(label, frame_columns()), max_size=4)
+    return st.builds(make_frame, columns, index, st.booleans(), st.booleans())
+
+
+def make_frame(columns, index, wide, empty):
+    import pandas as pd
+
+    series = [pd.Series(values) for _, values in columns]
+    frame = pd.concat(series, axis=1) if series else pd.DataFrame(index=range(3))
+    labels = [label for label, _ in columns]
+    frame.columns = pd.Index(labels, tupleize_cols=False) if labels else frame.columns
+    if wide and labels:
+        frame.columns = pd.MultiIndex.from_tuples([(str(label), 1) for label in labels])
+    if index is not None:
+        frame.index = index
+    frame.attrs = {"unit": "m"}
+    return frame.iloc[:0] if empty else frame
+
+
+@needs("hypothesis", "pyarrow", "pandas")
+def test_every_frame_round_trips_or_falls_back(harness, tmp_path):
+    from hypothesis import HealthCheck, given, settings
+
+    options = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+
+    @options
+    @given(frames())
+    def check(frame):
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        tmp_path.mkdir()
+        path, entry, back = round_trip(harness, tmp_path, frame)
+        assert entry["rows"] == len(frame)
+        assert len(back) == len(frame) and back.shape == frame.shape
+        json.dumps(entry, allow_nan=False)
+        if path.read_bytes()[:1] != b"{":
+            assert_frames_alike(back, frame)
+
+    check()
+
+
+@needs("hypothesis", "pyarrow", "pandas")
+def test_every_series_round_trips_or_falls_back(harness, tmp_path):
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    names = st.one_of(st.none(), st.text(max_size=3), st.integers(), st.booleans())
+
+    @settings(max_examples=50, deadline=None, database=None)
+    @given(frame_columns(), names)
+    def check(values, name):
+        import pandas as pd
+
+        series = pd.Series(values, name=name)
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        tmp_path.mkdir()
+        _, _, back = round_trip(harness, tmp_path, series)
+        assert type(back) is pd.Series and len(back) == 3
+        assert back.name == name and type(back.name) is type(name)
+
+    check()
+
+
+def round_trip(harness, folder, value):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        entry = harness.write_value(harness.Outputs(str(folder)), "value", value)
+        assert entry["content_type"] == "arrow/ipc"
+        path = folder / entry["file"]
+        return path, entry, harness.READERS["arrow/ipc"](str(path))
+
+
+def assert_frames_alike(back, frame):
+    """Equal values and index; labels equal, or equal as text where Arrow has made text of them."""
+    assert back.columns.map(text_label).tolist() == frame.columns.map(text_label).tolist()
+    assert back.index.astype(object).equals(frame.index.astype(object))
+    for place in range(frame.shape[1]):
+        left, right = back.iloc[:, place], frame.iloc[:, place]
+        assert [plain(item) for item in left] == [plain(item) for item in right]
+
+
+def text_label(label) -> str:
+    return "" if plain(label) is None else str(label).replace("'", "")
+
+
+def plain(item):
+    """The value in a form that == compares: missing ones are all alike, arrays are lists."""
+    import pandas as pd
+
+    item = item.tolist() if hasattr(item, "tolist") else item
+    missing = item is None or (pd.api.types.is_scalar(item) and pd.isna(item))
+    return None if missing else item
+
+
+# --------------------------------------------------------------------------------------------
+# Displays
+# --------------------------------------------------------------------------------------------
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAMAAAACCAIAAAASFvFNAAAAC0lEQVR4nGNgQAEAAA4AAYpTiOcAAAAASUVORK5CYII="
+)
+
+
+def test_displays_come_in_order_and_the_last_is_also_a_variable(run_cell):
+    ran = run_cell("display(1)\ndisplay('a', None, 'b')\nMarkdown('# hi')")
+    assert [entry["content_type"] for entry in ran.displays] == ["json/object"] * 3 + [
+        "text/markdown"
+    ]
+    assert [entry["file"] for entry in ran.displays] == [
+        "__display__0.json",
+        "__display__1.json",
+        "__display__2.json",
+        "__display__3.md",
+    ]
+    assert ran.variables["_"] == ran.displays[-1]
+    assert ran.displays[-1]["markdown_text"] == "# hi" and ran.displays[-1]["preview"] is None
+    assert (ran.outputs / "__display__3.md").read_text() == "# hi"
+
+
+def test_a_display_of_a_variable_shares_its_file(run_cell):
+    ran = run_cell("x = [1, 2]\nx")
+    assert ran.displays == [ran.variables["x"]] and ran.variables["_"] == ran.variables["x"]
+    assert os.listdir(ran.outputs) == ["x.json"]
+
+
+def test_a_display_in_another_format_than_its_variable_has_its_own_file(run_cell):
+    ran = run_cell("x = Markdown('hi')\nx")
+    assert ran.displays[0]["file"] == "__display__0.md" and ran.variables["x"]["file"] == "x.pickle"
+
+
+def test_png_displays_carry_their_size_and_data(run_cell):
+    ran = run_cell(f"class Image:\n    def _repr_png_(self): return {PNG!r}\nImage()")
+    entry = ran.displays[0]
+    assert (entry["content_type"], entry["width"], entry["height"]) == ("image/png", 3, 2)
+    assert entry["inline_data_url"] == "data:image/png;base64," + base64.b64encode(PNG).decode()
+    assert (ran.outputs / entry["file"]).read_bytes() == PNG
+
+
+def test_a_display_shows_the_state_at_its_time(run_cell):
+    ran = run_cell("m = Markdown('one')\ndisplay(m)\nm.text = 'two'\ndisplay(m)")
+    assert [entry["markdown_text"] for entry in ran.displays] == ["one", "two"]
+
+
+def test_a_display_that_fails_is_an_entry_with_the_reason(run_cell):
+    ran = run_cell(
+        """
+        class Bad:
+            def __init__(self, error): self.error = error
+            def _repr_png_(self): raise self.error
+        display(Bad(ValueError("no")))
+        display(Bad(SystemExit(1)))
+        display(x for x in ())
+        display(1)
+        """
+    )
+    assert ran.result["success"] is True
+    assert ran.displays[0] == {"error": "ValueError: no", "type": "Bad"}
+    assert "sys.exit(1)" in ran.displays[1]["error"] and "generator" in ran.displays[2]["error"]
+    assert ran.displays[3]["preview"] == 1
+
+
+@needs("matplotlib")
+def test_shown_figures_are_displays_and_closed(run_cell):
+    ran = run_cell(
+        """
+        import matplotlib
+        from matplotlib import pyplot as plt
+        plt.plot([1, 2])
+        plt.show()
+        display("between")
+        figure, axes = plt.subplots(figsize=(2, 1), dpi=50)
+        figure.show()
+        plt.show(block=True)
+        left = plt.get_fignums()
+        backend = matplotlib.get_backend().lower()
+        del figure, axes
+        """,
+        env={"MPLBACKEND": ""} if os.environ.get("MPLBACKEND") else None,
+    )
+    types = [entry["content_type"] for entry in ran.displays]
+    assert types == ["image/png", "json/object", "image/png", "image/png"]
+    assert (ran.displays[2]["width"], ran.displays[2]["height"]) == (100, 50)
+    assert ran.variables["left"]["preview"] == [] and ran.variables["backend"]["preview"] == "agg"
+
+
+@needs("PIL")
+def test_a_pillow_image_is_a_png(run_cell):
+    ran = run_cell("from PIL import Image\nImage.new('RGB', (4, 5))")
+    assert (ran.displays[0]["width"], ran.displays[0]["height"]) == (4, 5)
+
+
+# --------------------------------------------------------------------------------------------
+# Mutation warnings
+# --------------------------------------------------------------------------------------------
+
+
+def test_inputs_changed_in_place_or_deleted_are_warned_of(run_cell):
+    made = run_cell("a = [1, [2]]\nb = {'k': 1}\nc = {1, 2}\nd = [1]\ne = {'x': {}}")
+    ran = run_cell("a[1].append(3)\nb['k'] = 2\nc.add(3)\ndel d\ne['x']", made.inputs(*"abcde"))
+    assert [warning["var_name"] for warning in ran.warnings] == ["a", "b", "c", "d"]
+    assert all(set(w) == {"var_name", "message", "suggestion"} for w in ran.warnings)
+    assert "deleted" in ran.warnings[3]["message"]
+    assert not {"a", "b", "c", "d", "e"} & set(ran.variables)
+
+
+def test_inputs_that_come_back_are_not_warned_of(run_cell):
+    made = run_cell("a = [1]\nb = [2]")
+    ran = run_cell(
+        "a.append(2); a = a[:]\nb.append(3)", made.inputs("a", "b"), mutation_defines=["b"]
+    )
+    assert ran.warnings == []
+
+
+def test_outputs_that_share_a_mutable_object_are_warned_of(run_cell):
+    ran = run_cell(
+        """
+        inner = [1]
+        outer = {"a": (inner,)}
+        class Box: pass
+        box = Box()
+        box.content = outer
+        import os, sys
+        one = two = "text"
+        three = four = (1, "x")
+        """
+    )
+    pairs = [(w["var_name"], w["message"].split("'")[3]) for w in ran.warnings]
+    assert pairs == [("inner", "outer"), ("outer", "box"), ("inner", "box")] or sorted(pairs) == [
+        ("inner", "box"),
+        ("inner", "outer"),
+        ("outer", "box"),
+    ]
+
+
+@needs("pyarrow", "pandas", "numpy")
+def test_arrays_and_frames_changed_in_place_are_warned_of(run_cell):
+    made = run_cell(
+        """
+        import numpy as np, pandas as pd
+        a = np.arange(6.0)
+        big = np.zeros(1_000_000)
+        df = pd.DataFrame({"x": [1, 2], "y": ["a", None]})
+        same = df.copy()
+        s = pd.Series([1, 2])
+        """
+    )
+    ran = run_cell(
+        """
+        a[3] = 9
+        big *= 0
+        big += 1
+        df.loc[0, "y"] = "b"
+        same.groupby("y").sum(); same["x"].mean(); same.to_numpy(); list(same.iterrows())
+        s.iloc[0] = 5
+        """,
+        made.inputs("a", "big", "df", "same", "s"),
+    )
+    assert [warning["var_name"] for warning in ran.warnings] == ["a", "big", "df", "s"]
+
+
+# --------------------------------------------------------------------------------------------
+# Console
+# --------------------------------------------------------------------------------------------
+
+
+def test_the_console_keeps_the_order_of_python_c_and_children(run_cell):
+    ran = run_cell(
+        """
+        import ctypes, os, subprocess, sys
+        libc = ctypes.CDLL(None)
+        print("python")
+        libc.puts(b"c")
+        os.system("echo shell")
+        subprocess.run(["echo", "child"])
+        os.write(1, b"descriptor\\n")
+        libc.printf(b"%s", b"no newline ")
+        print("end", end="")
+        print("err", file=sys.stderr)
+        del libc
+        """
+    )
+    assert ran.stdout.splitlines()[:5] == ["python", "c", "shell", "child", "descriptor"]
+    assert "no newline" in ran.stdout and "end" in ran.stdout and ran.stderr == "err\n"
+
+
+def test_any_text_can_be_printed(run_cell):
+    ran = run_cell("print('\\ud800 žluť \\0')", env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
+    assert ran.stdout == "\\ud800 žluť \0\n" and ran.error is None
+
+
+# --------------------------------------------------------------------------------------------
+# Hostile cells
+# --------------------------------------------------------------------------------------------
+
+HOSTILE_VALUES = """
+class Reduce:
+    def __reduce__(self): raise ValueError("will not")
+class Exits:
+    def __reduce__(self): raise SystemExit(4)
+class Interrupts:
+    def __reduce__(self): raise KeyboardInterrupt
+class Class:
+    @property
+    def __class__(self): raise RuntimeError("no class")
+class Repr:
+    def __repr__(self): raise RuntimeError("no repr")
+    __str__ = __hash__ = __eq__ = __bool__ = __len__ = __repr__
+class Attribute:
+    def __getattribute__(self, name): raise SystemExit(name)
+class Meta(type):
+    @property
+    def __name__(cls): raise RuntimeError("no name")
+class Odd(metaclass=Meta): pass
+reduce, exits, interrupts, classless = Reduce(), Exits(), Interrupts(), Class()
+unprintable, untouchable, odd = Repr(), Attribute(), Odd()
+lock = __import__("threading").Lock()
+keyed = {Repr: 1, "k": Reduce()}
+deep = []
+for _ in range(100_000): deep = [deep]
+loop = []
+loop.append(Reduce()); loop.append(loop)
+good = 1
+del Reduce, Exits, Interrupts, Class, Repr, Attribute, Meta, Odd, _
+"""
+
+
+def test_a_hostile_value_costs_no_other_variable(run_cell):
+    ran = run_cell(HOSTILE_VALUES)
+    assert ran.result["success"] is True, ran.traceback
+    assert ran.variables["good"]["preview"] == 1
+    errors = {n: e for n, e in ran.variables.items() if "error" in e}
+    assert {"reduce", "exits", "interrupts", "lock", "keyed", "deep", "loop"} <= set(errors)
+    assert errors["reduce"] == {"error": "ValueError: will not", "type": "Reduce"}
+    assert "sys.exit(4)" in errors["exits"]["error"] and errors["lock"]["type"] == "lock"
+    assert "RecursionError" in errors["deep"]["error"] or "recursion" in errors["deep"]["error"]
+    assert ran.variables["odd"]["type"] == "Odd"
+
+
+def test_hostile_inputs_and_displays_cost_no_result(run_cell):
+    made = run_cell("x = 1")
+    ran = run_cell(
+        HOSTILE_VALUES + "\nfor v in list(globals().values()): display(v)", made.inputs("x")
+    )
+    assert ran.result["success"] is True and ran.variables["good"]["preview"] == 1
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        "import sys; sys.stdout = sys.stderr = None",
+        "import sys; sys.stdout.close(); sys.stderr.close()",
+        "import os; os.closerange(0, 64)",
+        "del __builtins__",
+        "import builtins; vars(builtins).clear()",
+        "import builtins; builtins.open = builtins.len = builtins.isinstance = None",
+        "import json; json.dumps = json.loads = None",
+        "import os; os.open = os.replace = os.unlink = os.write = os.path.join = os.stat = None",
+        "import os; os.chdir('/')",
+        "import os, shutil; shutil.rmtree(os.path.dirname(os.getcwd()))",
+        "import os, shutil; shutil.rmtree('../outputs')",
+        "import os; os.rename('../outputs', '../else'); os.symlink('/tmp', '../outputs')",
+        "import os; os.symlink('/etc/passwd', '../outputs/good.json')",
+        "import os; os.symlink('/etc/passwd', '../result.json.tmp')",
+        "import os; os.chmod('../outputs', 0); os.chmod('..', 0); os.umask(0o777)",
+        "import sys; sys.modules.pop('__main__'); sys.path.clear(); sys.meta_path.clear()",
+        "import sys; sys.setrecursionlimit(40)",
+        "import sys; sys.settrace(lambda *a: 1 / 0); sys.setprofile(lambda *a: None)",
+        "import atexit, time; atexit.register(time.sleep, 600)",
+        "import atexit, os; atexit.register(os._exit, 9)",
+        "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start()",
+        "import multiprocessing, time; multiprocessing.get_context('fork').Process("
+        "target=time.sleep, args=(5,)).start()",
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "import os\ntry:\n    while True: os.dup(0)\nexcept OSError: pass",
+        "import signal; signal.signal(signal.SIGALRM, lambda *a: 1 / 0); "
+        "signal.setitimer(signal.ITIMER_REAL, 0.0005)",
+    ],
+)
+def test_nothing_a_cell_does_to_its_process_costs_the_result(run_cell, deed):
+    ran = run_cell(f"good = 1\n{deed}", code=9 if "os._exit, 9" in deed else 0)
+    if "ITIMER" in deed and ran.error:
+        assert ran.error == "ZeroDivisionError: division by zero"
+        return
+    assert ran.result["success"] is True, ran.traceback
+    assert ran.variables["good"]["preview"] == 1
+    assert (ran.outputs / "good.json").read_text() == "1"
+    assert not (ran.outputs / "good.json").is_symlink()
+
+
+def test_a_process_that_ends_itself_leaves_no_result(run_cell):
+    ran = run_cell("print('so far')\nimport os\nos._exit(7)", code=7)
+    assert ran.result == {} and ran.stdout == "so far\n"
+
+
+def test_a_crash_is_seen_as_its_signal(run_cell):
+    code = -signal.SIGSEGV
+    ran = run_cell("import ctypes\nprint('so far')\nctypes.string_at(1)", code=code)
+    assert ran.result == {} and ran.stdout == "so far\n"
+
+
+def test_exit_handlers_run_and_open_files_are_flushed(run_cell):
+    ran = run_cell(
+        """
+        import atexit
+        atexit.register(print, 'bye')
+        log = open('log', 'w')
+        log.write('kept')
+        """
+    )
+    assert ran.stdout == "bye\n"
+    assert (ran.folder / "work" / "log").read_text() == "kept"
+
+
+def test_a_full_disk_is_exit_code_1_and_says_so(run_cell):
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))"
+    ran = run_cell(f"x = 1\n{limit}", code=1)
+    assert "could not be written" in ran.stderr and ran.result == {}
