@@ -918,7 +918,9 @@ JSON_KINDS = frozenset({dict, list, int, float, str, bool, type(None)})
 def json_depth(value) -> int:
     """How deep *value*, which json.dumps took, is nested; 0 if not all of it is JSON's own.
 
-    By exact type: a subclass (an enum, a Counter) comes back as its base.
+    By exact type: a subclass (an enum, a Counter) comes back as its base. numpy's float64 and
+    str_ are taken for the float and str that they are: results are full of them, and as JSON
+    they can be looked at.
     """
     depth, level = 0, [value]
     while level:
@@ -931,7 +933,7 @@ def json_depth(value) -> int:
                 below += item.values()
             elif kind is list:
                 below += item
-            elif kind not in JSON_KINDS or not survives_as_leaf(item, kind):
+            elif not survives_as_leaf(item, kind):
                 return 0
         level = below
     return depth
@@ -940,7 +942,14 @@ def json_depth(value) -> int:
 def survives_as_leaf(item, kind: type) -> bool:
     if kind is int:
         return item.bit_length() < MAX_INT_BITS
-    return kind is not str or survives_as_text(item)
+    if kind is str or is_numpys(kind, str):
+        return survives_as_text(item)
+    return kind in JSON_KINDS or is_numpys(kind, float)
+
+
+def is_numpys(kind: type, base: type) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and kind is {float: numpy.float64, str: numpy.str_}[base]
 
 
 def survives_as_text(text: str) -> bool:

