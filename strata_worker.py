@@ -53,6 +53,7 @@ import hashlib
 import hmac
 import http
 import http.client
+import importlib.util
 import ipaddress
 import itertools
 import json
@@ -129,18 +130,6 @@ EXTENSIONS = {
 }
 
 LANGUAGES = ("python", "r")
-
-
-def value_file_name(name, content_type):
-    """The file a variable travels in, e.g. ``X-4b68ab38.json`` for ``X``.
-
-    A name with an upper-case letter carries a digest, so that ``x`` and ``X`` stay
-    apart on a disk that folds case.
-    """
-    stem = name
-    if any(letter.isupper() for letter in name):
-        stem = "%s-%s" % (name, hashlib.sha256(name.encode()).hexdigest()[:8])
-    return stem + EXTENSIONS.get(content_type, ".bin")
 
 
 def last_component(name):
@@ -2398,6 +2387,7 @@ class ForkServer:
     def __init__(self, python, preload, env):
         self.env = env
         self.cells = set()  # that run
+        self.used = time.monotonic()
         self.control, theirs = socket.socketpair()
         self.lock = threading.Lock()
         self.ready = threading.Event()  # set for good once it has imported everything, or died
@@ -2459,6 +2449,7 @@ class Launcher:
     for the worker's own Python and for the locked environments that were used last."""
 
     LOCKED_SERVERS = 4  # each holds what it has imported: 100 MB with pandas
+    LOCKED_SECONDS = 600  # without a cell
 
     def __init__(self, settings, env):
         self.env = env
@@ -2481,13 +2472,16 @@ class Launcher:
                     server.stop()
                 server = self.servers[key] = ForkServer(*key, env)
             self.servers.move_to_end(key)
+            server.used = time.monotonic()
             self.end_unused()
             return server
 
     def end_unused(self):
         locked = [key for key in self.servers if key not in (self.bare, self.warm)]
-        for key in locked[: -self.LOCKED_SERVERS]:
-            if not self.servers[key].cells:
+        for number, key in enumerate(reversed(locked)):
+            server = self.servers[key]
+            old = number >= self.LOCKED_SERVERS or time.monotonic() - server.used > self.LOCKED_SECONDS
+            if old and not server.cells:
                 self.servers.pop(key).stop()
 
     def python(self, launch, source, python=sys.executable):
@@ -3697,6 +3691,22 @@ class BoundedBuffer:
         pass
 
 
+def execution_span(trace):
+    """A ``worker.execute`` span under the caller's trace context, when opentelemetry is installed."""
+    if not has_opentelemetry():
+        return contextlib.nullcontext()
+    from opentelemetry import propagate
+    from opentelemetry.trace import get_tracer
+
+    tracer = get_tracer("strata_worker", __version__)
+    return tracer.start_as_current_span("worker.execute", context=propagate.extract(trace))
+
+
+@functools.lru_cache(maxsize=None)
+def has_opentelemetry():
+    return importlib.util.find_spec("opentelemetry") is not None
+
+
 class Executor:
     """Runs staged cells: writes the harness's manifest, starts it, waits, and reads what it left."""
 
@@ -4038,6 +4048,7 @@ class Routes:
         with contextlib.ExitStack() as stack:
             run = stack.enter_context(self.runs.admitted())
             run.trace = trace_context(request.headers)
+            stack.enter_context(execution_span(run.trace))
             bundle = self.run_pushed(run, parse, boundary, request.body)
             response = bundle.response()
             run.bytes_out = response.length
@@ -4063,7 +4074,8 @@ class Routes:
             manifest = parse_manifest(parse_json_object(bytes(body.data), "The manifest"))
             run.build_id = manifest.cell.build_id
             run.trace = trace_context(request.headers) or manifest.trace
-            return json_response(200, Pull(self.fetcher, self.executor, run, manifest).run_it())
+            with execution_span(run.trace):
+                return json_response(200, Pull(self.fetcher, self.executor, run, manifest).run_it())
 
     def cancel(self, request, build_id):
         return json_response(200, {"build_id": build_id, "cancelled": self.runs.cancel(build_id)})

@@ -14,6 +14,7 @@
 
 import base64
 import contextlib
+import dataclasses
 import http.client
 import http.server
 import importlib.util
@@ -258,8 +259,21 @@ def run_command(*arguments, env=(), python=sys.executable, folder=HERE):
 
 def test_help_documents_every_variable():
     text = run_command("--help").stdout
-    for name in re.findall(r'"(STRATA_[A-Z_]+)"', (HERE / "strata_worker.py").read_text()):
+    for name in re.findall(r'"(STRATA_(?:WORKER|NOTEBOOK)_[A-Z_]+)"', (HERE / "strata_worker.py").read_text()):
         assert name in text
+
+
+def test_the_readme_documents_every_setting_as_the_code_does():
+    readme = (HERE / "README.md").read_text()
+    for field in dataclasses.fields(strata_worker.Settings):
+        flag = "`%s`" % field.metadata["flag"] if field.metadata["flag"] else ""
+        assert "| `%s` | %s | %s |" % (field.metadata["env"], flag, field.metadata["doc"]) in readme
+
+
+def test_the_readme_names_tests_that_are_there():
+    promises = (HERE / "README.md").read_text().partition("## Promises")[2].partition("## Security")[0]
+    named = re.findall(r"`(test_\w+)`", promises)
+    assert named and set(named) <= set(globals())
 
 
 def test_version_is_printed():
@@ -1619,6 +1633,22 @@ def test_the_trace_context_reaches_the_cell_from_the_headers_else_the_manifest(p
     assert peer.bundle().json("trace") == [of_header, None]
 
 
+def test_a_span_is_opened_under_the_callers_trace_when_opentelemetry_is_there(peer):
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    from opentelemetry import trace
+
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(memory))
+    trace.set_tracer_provider(provider)
+    parent = "00-" + "e" * 32 + "-" + "f" * 16 + "-01"
+    with strata_worker.Worker(port=0, preload="off", allow_local_hosts=True) as worker:
+        assert Client(worker).manifest(peer.manifest("x = 1", metadata={"traceparent": parent})).status == 200
+    (span,) = memory.get_finished_spans()
+    assert span.name == "worker.execute" and "%032x" % span.context.trace_id == "e" * 32 and "%016x" % span.parent.span_id == "f" * 16
+
+
 # ---------------------------------------------------------------------------------------
 # URLs: fetches that cannot be turned inward
 # ---------------------------------------------------------------------------------------
@@ -2052,6 +2082,68 @@ def test_cells_run_whatever_is_preloaded(preload):
     with WorkerProcess(STRATA_WORKER_PRELOAD=preload) as client:
         for _ in range(2):
             assert client.run("import os\nx = 1\nprint('x')\nenv = os.environ['A']", env={"A": "b"}).json("x") == 1
+
+
+def test_clients_that_vanish_at_every_point_leave_no_slot_taken(pull_worker):
+    body, content_type = form_of([("metadata", json.dumps(envelope("x = a", [("a", "json/object")])).encode()), ("a", b"1")])
+    request = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n" % (content_type.encode(), len(body)) + body
+    for at in range(1, len(request), 9):
+        with pull_worker.send(request[:at]) as sock:
+            if at % 2:  # by a reset
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    with pull_worker.send(request):
+        pass  # while its cell runs
+    eventually(lambda: pull_worker.health()["active_executions"] == 0, "all slots are free")
+
+
+def test_an_answer_that_is_never_read_gives_its_slot_back(pull_worker):
+    body, content_type = form_of([("metadata", json.dumps(envelope("blob = bytes(50 * 2**20)")).encode())])
+    head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n" % (content_type.encode(), len(body))
+    with pull_worker.send(head + body):
+        eventually(lambda: pull_worker.health()["active_executions"] == 1, "the cell runs")
+        eventually(lambda: pull_worker.health()["active_executions"] == 0, "the slot is free", 20)
+
+
+def test_a_head_that_dawdles_is_408_and_others_are_served_meanwhile(worker, monkeypatch):
+    with strata_worker.Worker(port=0, preload="off") as embedded:
+        monkeypatch.setattr(strata_worker, "HEAD_SECONDS", 0.3)
+        client = Client(embedded)
+        with client.send(b"GET /health HTTP/1.1\r\nHo") as sock:
+            assert client.health()["status"] == "healthy"
+            assert statuses(sock.recv(65536)) == [408]
+
+
+@given(st.binary(max_size=400), st.integers(1, 50))
+def test_no_bytes_make_the_head_parser_fail_but_by_an_http_error(data, size):
+    buffer = bytearray()
+    try:
+        for piece in cut(data + b"\r\n\r\n", [size]):
+            buffer += piece
+            strata_worker.take_head(buffer)
+    except strata_worker.WorkerError as error:
+        assert error.status in (400, 431, 501, 505)
+
+
+@given(st.sampled_from([b"GET", b"POST", b"G\0T"]), st.lists(st.tuples(st.binary(max_size=12), st.binary(max_size=20)), max_size=6), st.integers(1, 30))
+def test_no_headers_make_the_head_parser_fail_but_by_an_http_error(method, headers, size):
+    data = method + b" / HTTP/1.1\r\nHost: x\r\n" + b"".join(name + b": " + value + b"\r\n" for name, value in headers) + b"\r\n"
+    buffer, head = bytearray(), None
+    try:
+        for piece in cut(data, [size]):
+            buffer += piece
+            head = head or strata_worker.take_head(buffer)
+        assert head is None or head.length is None or head.length >= 0
+    except strata_worker.WorkerError as error:
+        assert error.status in (400, 431, 501, 505)
+
+
+@given(st.text(max_size=60))
+def test_only_a_last_component_ever_comes_out_of_a_file_name(name):
+    try:
+        last = strata_worker.last_component(name)
+    except ValueError:
+        return
+    assert last not in ("", ".", "..") and "/" not in last and "\0" not in last and name.replace("\\", "/").endswith(last)
 
 
 # ---------------------------------------------------------------------------------------
