@@ -2286,7 +2286,10 @@ def serve_forks(fd: int, preload: list) -> None:
     imported = import_all(preload)
     become_subreaper()
     gc_freeze()
-    control.sendall(json.dumps({"ready": True, **imported}).encode() + b"\n")
+    try:
+        control.sendall(json.dumps({"ready": True, **imported}).encode() + b"\n")
+    except OSError:
+        os._exit(0)  # the worker has gone meanwhile
     ForkServer(control, spares=bool(preload)).run()
 
 

@@ -379,7 +379,7 @@ SECRET_NAMES = tuple(f.metadata["env"] for f in dataclasses.fields(Settings) if 
 MAX_HEAD = 64 * 1024  # request line and headers; nginx allows 32 KiB, h11 16 KiB
 MAX_CONNECTIONS = 1000  # open sockets; past that the longest idle one is closed
 MAX_REQUESTS = 128  # threads serving requests; more wait for one
-HEALTH_RESERVE = 16  # threads kept for /health when all of those are busy
+RESERVE = 16  # threads kept for /health and cancels when all of those are busy
 HEAD_SECONDS = 10  # from a head's first byte to its last
 IDLE_SECONDS = 75  # a kept-alive connection with nothing to say; as nginx
 LINGER_SECONDS = 2  # a refused client's time to notice the answer
@@ -1494,9 +1494,10 @@ class Server:
         connection.shutdown(socket.SHUT_WR)
 
     def dispatch(self):
-        """Give threads to the requests that wait; /health never waits behind the others."""
+        """Give threads to the requests that wait; /health and a cancel never wait behind the others."""
         for connection, head in [self.ready.popleft() for _ in range(len(self.ready))]:
-            limit = MAX_REQUESTS + (HEALTH_RESERVE if head.path == "/health" else 0)
+            urgent = head.path == "/health" or head.path.endswith("/cancel")
+            limit = MAX_REQUESTS + (RESERVE if urgent else 0)
             if self.busy >= limit or not self.spawn(connection, head):
                 self.ready.append((connection, head))
 
@@ -3362,8 +3363,10 @@ class RunRoot:
     def __init__(self, parent):
         self.parent = Path(parent or tempfile.gettempdir())
         self.sweep()
-        self.path = Path(tempfile.mkdtemp(prefix=self.PREFIX, dir=self.parent))
-        self.lock = self.locked(self.path)
+        # Named only once it is locked: another worker that starts now would sweep it.
+        unnamed = Path(tempfile.mkdtemp(prefix="." + self.PREFIX, dir=self.parent))
+        self.lock = self.locked(unnamed)
+        self.path = unnamed.rename(unnamed.with_name(unnamed.name[1:]))
         self.numbers = iter(range(1, sys.maxsize))
 
     @staticmethod
@@ -4624,7 +4627,7 @@ class Relay:
         short = str(fields.get("path")).endswith(("/health", "/cancel"))
         thread = threading.Thread(target=self.respond, args=(stream, fields), name="strata-request", daemon=True)
         with self.lock, contextlib.suppress(RuntimeError):  # the system may have no thread to give
-            if not self.stopping.is_set() and self.busy < MAX_REQUESTS + (HEALTH_RESERVE if short else 0):
+            if not self.stopping.is_set() and self.busy < MAX_REQUESTS + (RESERVE if short else 0):
                 self.streams[stream.number] = stream
                 thread.start()
                 self.busy += 1
