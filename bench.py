@@ -47,7 +47,10 @@ class Worker:
         began = time.perf_counter()
         clean = {name: value for name, value in os.environ.items() if not name.startswith("STRATA_")}
         self.process = subprocess.Popen(
-            shlex.split(command.format(port=self.port)), env={**clean, **env}, stdout=subprocess.DEVNULL, stderr=open(self.log.name, "w"),
+            shlex.split(command.format(port=self.port)),
+            env={**clean, **env},
+            stdout=subprocess.DEVNULL,
+            stderr=open(self.log.name, "w"),
         )
         self.wait_healthy()
         self.start_seconds = time.perf_counter() - began
@@ -87,7 +90,8 @@ def free_port():
 def push(source, inputs=(), build_id=None):
     """The bytes of a push request, but for the content of its last input (of so many bytes)."""
     metadata = {
-        "protocol_version": "v1", "build_id": build_id,
+        "protocol_version": "v1",
+        "build_id": build_id,
         "transform": {"ref": "notebook_cell@v1", "params": {"source": source, "timeout_seconds": 120}},
         "inputs": [{"name": name, "format": "file/path", "file": name + ".bin"} for name, _ in inputs],
     }
@@ -102,7 +106,9 @@ def push(source, inputs=(), build_id=None):
 
 
 def part(name, file):
-    return ('--%s\r\nContent-Disposition: form-data; name="%s"; filename="%s"\r\n\r\n' % (BOUNDARY, name, file)).encode()
+    return (
+        '--%s\r\nContent-Disposition: form-data; name="%s"; filename="%s"\r\n\r\n' % (BOUNDARY, name, file)
+    ).encode()
 
 
 def ask(sock, data, expect=200):
@@ -186,6 +192,7 @@ def loopback(serve):
 
 def copy_in_floor(size):
     """Seconds to take so many bytes from a loopback socket into a file."""
+
     def serve(sock):
         with tempfile.TemporaryFile(buffering=0) as file:
             buffer, left = memoryview(bytearray(MIB)), size
@@ -264,7 +271,9 @@ print(count)
 
 def cells_per_second(worker, seconds, clients=8):
     command = [sys.executable, "-c", CLIENT, str(HERE), str(worker.port), str(seconds)]
-    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(clients)]
+    running = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(clients)
+    ]
     for client in running:
         client.stdout.readline()
     for client in running:
@@ -301,16 +310,26 @@ def memory(pid, field):
 def pull_seconds(worker, size):
     with Store(size) as url:
         manifest = {
-            "build_id": "bench", "inputs": [{"artifact_id": "a", "version": 1, "url": url + "/in"}],
-            "metadata": {"executor_ref": "notebook_cell@v1", "params": {
-                "source": "blob = bytes(%d)" % size, "timeout_seconds": 120,
-                "input_specs": {"data": {"uri": "strata://artifact/a@v=1", "content_type": "file/path", "file": "data.bin"}},
-            }},
-            "output": {"url": url + "/out", "max_bytes": 4 * size}, "finalize_url": url + "/finalize",
+            "build_id": "bench",
+            "inputs": [{"artifact_id": "a", "version": 1, "url": url + "/in"}],
+            "metadata": {
+                "executor_ref": "notebook_cell@v1",
+                "params": {
+                    "source": "blob = bytes(%d)" % size,
+                    "timeout_seconds": 120,
+                    "input_specs": {
+                        "data": {"uri": "strata://artifact/a@v=1", "content_type": "file/path", "file": "data.bin"}
+                    },
+                },
+            },
+            "output": {"url": url + "/out", "max_bytes": 4 * size},
+            "finalize_url": url + "/finalize",
         }
         body = json.dumps(manifest).encode()
         with connect(worker.port) as sock:
-            return timed(lambda: ask(sock, b"POST /execute HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body))
+            return timed(
+                lambda: ask(sock, b"POST /execute HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            )
 
 
 class Store:
@@ -439,7 +458,11 @@ class Table:
         print("|---|---|---|%s---|---|" % ("---|---|" if other else ""), flush=True)
 
     def row(self, what, floor, ours, theirs, ratio, target, met):
-        cells = [what, floor or "", ours] + ([theirs or "", ratio or ""] if self.other else []) + [target, "" if met is None else "yes" if met else "NO"]
+        cells = (
+            [what, floor or "", ours]
+            + ([theirs or "", ratio or ""] if self.other else [])
+            + [target, "" if met is None else "yes" if met else "NO"]
+        )
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
@@ -471,30 +494,67 @@ def pair(other, measure, **env):
 def bench_cells(table, other, count):
     floor = fork_floor("pandas,pyarrow") or fork_floor("pyarrow")
     for source in ("x = 1", "import pandas\nx = 1"):
-        ours, theirs = pair(other, lambda worker, s=source: cell_seconds(worker, s, count if "strata_worker.py" in " ".join(worker.process.args) else min(count, 10)))
+        ours, theirs = pair(
+            other,
+            lambda worker, s=source: cell_seconds(
+                worker, s, count if "strata_worker.py" in " ".join(worker.process.args) else min(count, 10)
+            ),
+        )
         ratio = theirs and theirs[0] / ours[0]
         met = ours[0] <= 3 * floor and (ratio is None or ratio >= 50)
         table.row(
-            "`%s`, p50 (p95)" % source.replace("\n", "; "), ms(floor), "%s (%s)" % (ms(ours[0]), ms(ours[1])), theirs and "%s (%s)" % (ms(theirs[0]), ms(theirs[1])),
-            ratio and "%.0f ×" % ratio, "50 × the other, 3 × the floor", met,
+            "`%s`, p50 (p95)" % source.replace("\n", "; "),
+            ms(floor),
+            "%s (%s)" % (ms(ours[0]), ms(ours[1])),
+            theirs and "%s (%s)" % (ms(theirs[0]), ms(theirs[1])),
+            ratio and "%.0f ×" % ratio,
+            "50 × the other, 3 × the floor",
+            met,
         )
 
 
 def bench_rate(table, other, seconds):
     ours, theirs = pair(other, lambda worker: cells_per_second(worker, seconds))
     ratio = theirs and ours / theirs
-    table.row("cells per second, 8 clients", None, "%.0f" % ours, theirs and "%.1f" % theirs, ratio and "%.0f ×" % ratio, "40 × the other", ratio and ratio >= 40)
+    table.row(
+        "cells per second, 8 clients",
+        None,
+        "%.0f" % ours,
+        theirs and "%.1f" % theirs,
+        ratio and "%.0f ×" % ratio,
+        "40 × the other",
+        ratio and ratio >= 40,
+    )
 
 
 def bench_copies(table, other, quick):
     for size in (256 * MIB, 1024 * MIB):
         floor = min(copy_in_floor(size) for _ in range(3))
-        ours, theirs = pair(other if size < 512 * MIB or not quick else None, lambda worker, s=size: min(push_seconds(worker, s) for _ in range(2 if s < 512 * MIB else 1)))
-        table.row("%d MiB pushed" % (size / MIB), rate(size, floor), rate(size, ours), theirs and rate(size, theirs), theirs and "%.1f ×" % (theirs / ours), "60% of the floor", floor / ours >= 0.6)
+        ours, theirs = pair(
+            other if size < 512 * MIB or not quick else None,
+            lambda worker, s=size: min(push_seconds(worker, s) for _ in range(2 if s < 512 * MIB else 1)),
+        )
+        table.row(
+            "%d MiB pushed" % (size / MIB),
+            rate(size, floor),
+            rate(size, ours),
+            theirs and rate(size, theirs),
+            theirs and "%.1f ×" % (theirs / ours),
+            "60% of the floor",
+            floor / ours >= 0.6,
+        )
     size = 512 * MIB
     floor = min(copy_out_floor(size) for _ in range(3))
     ours, _ = pair(None, lambda worker: min(output_seconds(worker, size) for _ in range(2)))
-    table.row("512 MiB output, beyond the cell", rate(size, floor), rate(size, ours), None, None, "60% of the floor", floor / ours >= 0.6)
+    table.row(
+        "512 MiB output, beyond the cell",
+        rate(size, floor),
+        rate(size, ours),
+        None,
+        None,
+        "60% of the floor",
+        floor / ours >= 0.6,
+    )
 
 
 def bench_memory(table, other, quick):
@@ -518,9 +578,25 @@ def bench_process(table, other):
                 times.append(worker.start_seconds)
         starts.append(statistics.median(times))
     theirs = starts[1] if other else None
-    table.row("start to first /health", None, ms(starts[0]), theirs and ms(theirs), theirs and "%.0f ×" % (theirs / starts[0]), "under 250 ms", starts[0] < 0.25)
+    table.row(
+        "start to first /health",
+        None,
+        ms(starts[0]),
+        theirs and ms(theirs),
+        theirs and "%.0f ×" % (theirs / starts[0]),
+        "under 250 ms",
+        starts[0] < 0.25,
+    )
     ours, theirs = pair(other, lambda worker: memory(worker.process.pid, "VmRSS"))
-    table.row("server process at rest", None, mib(ours), theirs and mib(theirs), theirs and "%.1f ×" % (theirs / ours), "under 40 MiB", ours < 40 * MIB)
+    table.row(
+        "server process at rest",
+        None,
+        mib(ours),
+        theirs and mib(theirs),
+        theirs and "%.1f ×" % (theirs / ours),
+        "under 40 MiB",
+        ours < 40 * MIB,
+    )
     ours, _ = pair(None, idle_cells)
     table.row("each of eight waiting cells, PSS", None, mib(ours), None, None, "under 25 MiB", ours < 25 * MIB)
 
@@ -528,14 +604,28 @@ def bench_process(table, other):
 def bench_health(table, other, seconds):
     ours, theirs = pair(other, lambda worker: health_under_load(worker, seconds))
     shown = [value and "%s (%s)" % (ms(value[0]), ms(value[1])) for value in (ours, theirs)]
-    table.row("/health under load, p50 (p99)", None, shown[0], shown[1], theirs and "%.1f ×" % (theirs[1] / ours[1]), "p99 under 25 ms", ours[1] < 0.025)
+    table.row(
+        "/health under load, p50 (p99)",
+        None,
+        shown[0],
+        shown[1],
+        theirs and "%.1f ×" % (theirs[1] / ours[1]),
+        "p99 under 25 ms",
+        ours[1] < 0.025,
+    )
 
 
 def bench_refusals(table, other):
-    for status, env in ((401, {"STRATA_WORKER_TOKEN": "t", "STRATA_WORKER_HOST": "127.0.0.1"}), (503, {"STRATA_WORKER_MAX_CONCURRENT": "1"})):
+    for status, env in (
+        (401, {"STRATA_WORKER_TOKEN": "t", "STRATA_WORKER_HOST": "127.0.0.1"}),
+        (503, {"STRATA_WORKER_MAX_CONCURRENT": "1"}),
+    ):
+
         def measure(worker, status=status):
             if status == 503:
-                holder = threading.Thread(target=lambda: ask(connect(worker.port), b"".join(push("import time\ntime.sleep(4)"))))
+                holder = threading.Thread(
+                    target=lambda: ask(connect(worker.port), b"".join(push("import time\ntime.sleep(4)")))
+                )
                 holder.start()
                 time.sleep(1)
             result = refusal(worker, status)
@@ -544,7 +634,15 @@ def bench_refusals(table, other):
             return result
 
         (seconds, size), _ = pair(None, measure, **env)
-        table.row("a 256 MiB upload refused, %d" % status, None, "%s, %s read" % (ms(seconds), mib(size)), None, None, "20 ms, 1 MiB", seconds < 0.02 and size < MIB)
+        table.row(
+            "a 256 MiB upload refused, %d" % status,
+            None,
+            "%s, %s read" % (ms(seconds), mib(size)),
+            None,
+            None,
+            "20 ms, 1 MiB",
+            seconds < 0.02 and size < MIB,
+        )
 
 
 def bench_locked(table, count):
@@ -553,7 +651,9 @@ def bench_locked(table, count):
 
     with tempfile.TemporaryDirectory() as folder:
         block = test_worker.lock_block(Path(folder) / "notebook")
-        with test_worker.WorkerProcess(STRATA_WORKER_ENV_ROOT=folder + "/envs", PATH=test_worker.path_with_uv()) as client:
+        with test_worker.WorkerProcess(
+            STRATA_WORKER_ENV_ROOT=folder + "/envs", PATH=test_worker.path_with_uv()
+        ) as client:
             client.run("import six", environment=block, timeout_seconds=60)
             time.sleep(2)
             plain, locked = ([], [])
@@ -561,7 +661,15 @@ def bench_locked(table, count):
                 plain.append(timed(lambda: client.run("x = 1")))
                 locked.append(timed(lambda: client.run("x = 1", environment=block)))
     extra = statistics.median(locked) - statistics.median(plain)
-    table.row("a cell in a locked environment", ms(statistics.median(plain)), ms(statistics.median(locked)), None, None, "within 20 ms of a plain cell", extra < 0.02)
+    table.row(
+        "a cell in a locked environment",
+        ms(statistics.median(plain)),
+        ms(statistics.median(locked)),
+        None,
+        None,
+        "within 20 ms of a plain cell",
+        extra < 0.02,
+    )
 
 
 def main():
@@ -570,7 +678,10 @@ def main():
     parser.add_argument("--vs", metavar="COMMAND", help="another worker's command, with {port} in it")
     options = parser.parse_args()
     count, seconds = (30, 3) if options.quick else (200, 10)
-    print("%s, %d cores, Python %s, Linux %s\n" % (time.strftime("%Y-%m-%d"), os.cpu_count(), sys.version.split()[0], os.uname().release))
+    print(
+        "%s, %d cores, Python %s, Linux %s\n"
+        % (time.strftime("%Y-%m-%d"), os.cpu_count(), sys.version.split()[0], os.uname().release)
+    )
     table = Table(options.vs)
     bench_cells(table, options.vs, count)
     bench_rate(table, options.vs, seconds)

@@ -25,6 +25,8 @@ that needs to know of it.
     Processes       fork servers, the cells they start, and the console of a cell
     Environments    the locked ones that cells bring, built once and kept
     Machine         what this machine has, probed once
+    Output folders  what a cell fills, and the folders that cells are given
+    Mounts          folders of object stores, copied here for a cell, and its changes back
     Bundle          a run's folder as a tar, streamed
     Execution       slots, and a run's life from admission to answer
     Routes          which request is whose
@@ -47,6 +49,7 @@ import codecs
 import collections
 import contextlib
 import dataclasses
+import datetime
 import errno
 import functools
 import hashlib
@@ -132,6 +135,10 @@ EXTENSIONS = {
 LANGUAGES = ("python", "r")
 
 
+SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az"}  # of mounts
+VARIABLE = re.compile(r"\$\{(?!file:)([^{}\"]+)\}")  # in a credential
+
+
 def last_component(name):
     """The last path component of a file name that a request sent; ValueError if it has none."""
     last = name.replace("\\", "/").rsplit("/", 1)[-1]
@@ -215,6 +222,33 @@ def name_list(text):
     return tuple(names)
 
 
+def credential_table(text):
+    """``{name: {option: value}}`` from JSON."""
+    table = json.loads(text)
+    if not isinstance(table, dict) or not all(isinstance(fields, dict) for fields in table.values()):
+        raise ValueError("must be a JSON object of objects")
+    return table
+
+
+def scheme_table(text):
+    """``{scheme: name}`` from JSON, by the schemes' first names."""
+    table = json.loads(text)
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise ValueError("must be a JSON object of strings")
+    unknown = set(table) - set(SCHEMES)
+    if unknown:
+        raise ValueError("has schemes other than %s" % ", ".join(SCHEMES))
+    return {SCHEMES[scheme]: name for scheme, name in table.items()}
+
+
+def with_variables(value, environ):
+    """The value with each string ``${NAME}`` replaced by that variable, where it is set."""
+    if isinstance(value, dict):
+        return {name: with_variables(inner, environ) for name, inner in value.items()}
+    found = VARIABLE.fullmatch(value) if isinstance(value, str) else None
+    return environ.get(found.group(1), value) if found else value
+
+
 def setting(env, parse, default, doc, flag=None, secret=False):
     """A field of Settings: where it is read from, how, and what it is for."""
     return dataclasses.field(
@@ -228,115 +262,211 @@ class Settings:
     """Everything that can be set, read once at start: flags, then variables, then defaults."""
 
     host: str = setting(
-        "STRATA_WORKER_HOST", str, None,
-        "address to listen on; default 127.0.0.1, or 0.0.0.0 when a token is set", "--host",
+        "STRATA_WORKER_HOST",
+        str,
+        None,
+        "address to listen on; default 127.0.0.1, or 0.0.0.0 when a token is set",
+        "--host",
     )
     port: int = setting("STRATA_WORKER_PORT", port_number, 9000, "port; 0 picks a free one", "--port")
     uds: str = setting(
-        "STRATA_WORKER_UDS", str, None,
-        "path of a Unix socket to listen on instead; only this user may connect", "--uds",
+        "STRATA_WORKER_UDS",
+        str,
+        None,
+        "path of a Unix socket to listen on instead; only this user may connect",
+        "--uds",
     )
     connect: str = setting(
-        "STRATA_WORKER_CONNECT", relay_url, None,
-        "ws:// or wss:// URL of a relay to serve through; no port is bound then", "--connect",
+        "STRATA_WORKER_CONNECT",
+        relay_url,
+        None,
+        "ws:// or wss:// URL of a relay to serve through; no port is bound then",
+        "--connect",
     )
     token: str = setting(
-        "STRATA_WORKER_TOKEN", str, None,
-        "bearer token that /v1/* and /execute require", secret=True,
+        "STRATA_WORKER_TOKEN",
+        str,
+        None,
+        "bearer token that /v1/* and /execute require",
+        secret=True,
     )
     tls_cert: str = setting(
-        "STRATA_WORKER_TLS_CERT", str, None,
-        "PEM file of the certificate and its chain: serve https. Read again on SIGHUP", "--tls-cert",
+        "STRATA_WORKER_TLS_CERT",
+        str,
+        None,
+        "PEM file of the certificate and its chain: serve https. Read again on SIGHUP",
+        "--tls-cert",
     )
     tls_key: str = setting("STRATA_WORKER_TLS_KEY", str, None, "PEM file of its key", "--tls-key")
     max_concurrent: int = setting(
-        "STRATA_WORKER_MAX_CONCURRENT", whole_number(1), None,
-        "cells at once; more are refused with 503. Default: no limit", "--max-concurrent",
+        "STRATA_WORKER_MAX_CONCURRENT",
+        whole_number(1),
+        None,
+        "cells at once; more are refused with 503. Default: no limit",
+        "--max-concurrent",
     )
     gpu_slots: int = setting(
-        "STRATA_WORKER_GPU_SLOTS", whole_number(1), None,
+        "STRATA_WORKER_GPU_SLOTS",
+        whole_number(1),
+        None,
         "GPUs to hand out, one a cell, through CUDA_VISIBLE_DEVICES. Default: not managed",
         "--gpu-slots",
     )
     log_level: str = setting(
-        "STRATA_WORKER_LOG_LEVEL", one_of("debug", "info", "warning", "error"), "info",
-        "debug, info, warning or error", "--log-level",
+        "STRATA_WORKER_LOG_LEVEL",
+        one_of("debug", "info", "warning", "error"),
+        "info",
+        "debug, info, warning or error",
+        "--log-level",
     )
     drain_seconds: float = setting(
-        "STRATA_WORKER_DRAIN_SECONDS", seconds, 10.0,
+        "STRATA_WORKER_DRAIN_SECONDS",
+        seconds,
+        10.0,
         "how long running cells may go on after SIGTERM",
     )
     exit_when_idle: float = setting(
-        "STRATA_WORKER_EXIT_WHEN_IDLE", seconds, 0.0,
-        "end, with exit code 0, after so many seconds without a run; 0 for never", "--exit-when-idle",
+        "STRATA_WORKER_EXIT_WHEN_IDLE",
+        seconds,
+        0.0,
+        "end, with exit code 0, after so many seconds without a run; 0 for never",
+        "--exit-when-idle",
     )
     launch_id: str = setting(
-        "STRATA_WORKER_LAUNCH_ID", str, None, "echoed by /health as launch_id",
+        "STRATA_WORKER_LAUNCH_ID",
+        str,
+        None,
+        "echoed by /health as launch_id",
     )
     preload: tuple = setting(
-        "STRATA_WORKER_PRELOAD", name_list, ("pyarrow", "numpy", "pandas"),
+        "STRATA_WORKER_PRELOAD",
+        name_list,
+        ("pyarrow", "numpy", "pandas"),
         "modules the fork server imports once for all cells; empty for none, off for no fork server",
     )
     cell_memory_mb: int = setting(
-        "STRATA_WORKER_CELL_MEMORY_MB", whole_number(16), None,
+        "STRATA_WORKER_CELL_MEMORY_MB",
+        whole_number(16),
+        None,
         "memory that each process of a cell may use, in MiB. Default: no limit",
     )
     console_max_bytes: int = setting(
-        "STRATA_WORKER_CONSOLE_MAX_BYTES", whole_number(4096), 64 * 2**20,
+        "STRATA_WORKER_CONSOLE_MAX_BYTES",
+        whole_number(4096),
+        64 * 2**20,
         "how much of a cell's stdout, and of its stderr, is kept: the start and the end",
     )
     env_root: str = setting(
-        "STRATA_WORKER_ENV_ROOT", str, "~/.strata/worker-envs", "where locked environments are kept",
+        "STRATA_WORKER_ENV_ROOT",
+        str,
+        "~/.strata/worker-envs",
+        "where locked environments are kept",
     )
     env_registry_url: str = setting(
-        "STRATA_WORKER_ENV_REGISTRY_URL", str, None,
+        "STRATA_WORKER_ENV_REGISTRY_URL",
+        str,
+        None,
         "where built environments are fetched from: URL/<key>/<interpreter>/<platform>, a .tar.gz",
     )
     env_build_seconds: float = setting(
-        "STRATA_WORKER_ENV_BUILD_SECONDS", seconds, 900.0, "how long the build of an environment may take",
+        "STRATA_WORKER_ENV_BUILD_SECONDS",
+        seconds,
+        900.0,
+        "how long the build of an environment may take",
     )
     env_max_bytes: int = setting(
-        "STRATA_WORKER_ENV_MAX_BYTES", whole_number(1), 20 * 2**30,
+        "STRATA_WORKER_ENV_MAX_BYTES",
+        whole_number(1),
+        20 * 2**30,
         "how large an environment from the registry may be, packed and unpacked",
     )
     env_max_idle_days: float = setting(
-        "STRATA_WORKER_ENV_MAX_IDLE_DAYS", seconds, 30.0, "after how long without use an environment is removed",
+        "STRATA_WORKER_ENV_MAX_IDLE_DAYS",
+        seconds,
+        30.0,
+        "after how long without use an environment is removed",
     )
     run_root: str = setting(
-        "STRATA_WORKER_RUN_ROOT", str, None,
+        "STRATA_WORKER_RUN_ROOT",
+        str,
+        None,
         "where the folders of running cells are made. Default: the system's temporary folder",
     )
     stall_seconds: float = setting(
-        "STRATA_WORKER_STALL_SECONDS", seconds, 60.0,
+        "STRATA_WORKER_STALL_SECONDS",
+        seconds,
+        60.0,
         "how long a peer may go without moving a byte, in either direction",
     )
     max_input_bytes: int = setting(
-        "STRATA_WORKER_MAX_INPUT_BYTES", whole_number(0), 2 * 2**30,
+        "STRATA_WORKER_MAX_INPUT_BYTES",
+        whole_number(0),
+        2 * 2**30,
         "the largest input that is downloaded (pull model)",
     )
     allowed_hosts: tuple = setting(
-        "STRATA_WORKER_ALLOWED_HOSTS", name_list, (),
+        "STRATA_WORKER_ALLOWED_HOSTS",
+        name_list,
+        (),
         "hosts that a manifest's URLs may name though their address is private; .suffix allowed",
     )
     allow_local_hosts: bool = setting(
-        "STRATA_WORKER_ALLOW_LOCAL_HOSTS", switch, False,
+        "STRATA_WORKER_ALLOW_LOCAL_HOSTS",
+        switch,
+        False,
         "1: fetch from any address, through the proxy variables (tests and local development only)",
     )
     env_allowlist: tuple = setting(
-        "STRATA_NOTEBOOK_HARNESS_ENV_ALLOWLIST", name_list, (),
+        "STRATA_NOTEBOOK_HARNESS_ENV_ALLOWLIST",
+        name_list,
+        (),
         "variables of the worker that a cell may see besides what any process needs; "
         "PREFIX* allowed. Default: all but the worker's secrets",
     )
     connect_token: str = setting(
-        "STRATA_WORKER_CONNECT_TOKEN", header_word, None, "bearer token for the relay", secret=True,
+        "STRATA_WORKER_CONNECT_TOKEN",
+        header_word,
+        None,
+        "bearer token for the relay",
+        secret=True,
     )
-    credentials: str = setting(
-        "STRATA_NOTEBOOK_CREDENTIALS", str, None,
-        "storage credentials by name, as JSON", secret=True,
+    credentials: dict = setting(
+        "STRATA_NOTEBOOK_CREDENTIALS",
+        credential_table,
+        None,
+        "storage credentials, as JSON: {name: {option: value}}; a value may be ${VARIABLE} or ${file:/path}",
+        secret=True,
     )
-    mount_credentials: str = setting(
-        "STRATA_NOTEBOOK_MOUNT_CREDENTIALS", str, None,
-        "the credential each storage scheme uses, as JSON", secret=True,
+    mount_credentials: dict = setting(
+        "STRATA_NOTEBOOK_MOUNT_CREDENTIALS",
+        scheme_table,
+        None,
+        'the credential that each storage scheme uses, as JSON: {"s3": name}',
+        secret=True,
+    )
+    mount_cache_dir: str = setting(
+        "STRATA_NOTEBOOK_MOUNT_CACHE_DIR",
+        str,
+        "~/.strata/mount_cache",
+        "where read-only mounts are kept from run to run",
+    )
+    mount_cache_max_bytes: int = setting(
+        "STRATA_NOTEBOOK_MOUNT_CACHE_MAX_BYTES",
+        whole_number(0),
+        20 * 2**30,
+        "how much of them is kept; 0 for no limit",
+    )
+    mount_cache_max_idle_days: float = setting(
+        "STRATA_NOTEBOOK_MOUNT_CACHE_MAX_IDLE_DAYS",
+        seconds,
+        30.0,
+        "for how many days without use they are kept; 0 for no limit",
+    )
+    output_dir_poll_seconds: float = setting(
+        "STRATA_WORKER_OUTPUT_DIR_POLL_SECONDS",
+        seconds,
+        5.0,
+        "how often a running cell's output folders are looked at for files to send",
     )
 
     @classmethod
@@ -353,6 +483,8 @@ class Settings:
                 source, text = field.metadata["flag"] or field.name, given[field.name]
             if text is not None:
                 values[field.name] = parse_setting(field, source, text)
+        if values.get("credentials"):
+            values["credentials"] = with_variables(values["credentials"], environ)
         return cls(**values)
 
     @property
@@ -373,6 +505,12 @@ def parse_setting(field, source, text):
 
 
 SECRET_NAMES = tuple(f.metadata["env"] for f in dataclasses.fields(Settings) if f.metadata["secret"])
+
+
+def secret_names(environ):
+    """The variables no cell may see: the worker's secrets, and those its credentials are made of."""
+    return {*SECRET_NAMES, *VARIABLE.findall(environ.get("STRATA_NOTEBOOK_CREDENTIALS", ""))}
+
 
 # Limits that guard the worker against its peers. Not settings: nobody tunes them, and
 # each is far from what an honest client does.
@@ -452,10 +590,11 @@ INDEX_CREDENTIALS = re.compile(
 
 def cell_environment(environ, allowlist):
     """The worker's environment as a cell may see it: no secrets, and only what is listed."""
+    hidden = secret_names(environ)
     return {
         name: value
         for name, value in environ.items()
-        if name not in SECRET_NAMES
+        if name not in hidden
         and (name in allowlist or not INDEX_CREDENTIALS.fullmatch(name))
         and (not allowlist or is_allowed(name, allowlist))
     }
@@ -466,9 +605,7 @@ def is_allowed(name, allowlist):
         return True
     return any(
         # A prefix never reaches STRATA_*: it could catch a credential by accident.
-        name.startswith(entry[:-1]) and not name.startswith("STRATA_")
-        if entry.endswith("*")
-        else name == entry
+        name.startswith(entry[:-1]) and not name.startswith("STRATA_") if entry.endswith("*") else name == entry
         for entry in allowlist
     )
 
@@ -480,7 +617,7 @@ def hide_secrets(environ):
     is overwritten; and the process is made undumpable, which closes its /proc/<pid>/mem
     and ptrace to everybody without CAP_SYS_PTRACE.
     """
-    names = [name for name in SECRET_NAMES if environ.pop(name, None) is not None]
+    names = [name for name in secret_names(environ) if environ.pop(name, None) is not None]
     if not sys.platform.startswith("linux"):
         return
     make_undumpable()
@@ -523,7 +660,9 @@ def warn_of_parent(names):
     for name in sorted(held.intersection(names)):
         log.warning(
             "%s is also in the environment of the parent process (pid %d), where a cell can read it; "
-            "start the worker so that its parent does not hold it", name, os.getppid(),
+            "start the worker so that its parent does not hold it",
+            name,
+            os.getppid(),
         )
 
 
@@ -764,7 +903,9 @@ def parse_part(head):
     fields = Headers(line.partition(":")[::2] for line in lines)
     kind, parameters = header_parameters((fields.get("content-disposition") or "").strip())
     if kind != "form-data" or not parameters.get("name"):
-        raise bad_request("A part needs Content-Disposition: form-data with a name, not %r" % head[:200].decode(errors="replace"))
+        raise bad_request(
+            "A part needs Content-Disposition: form-data with a name, not %r" % head[:200].decode(errors="replace")
+        )
     return Part(parameters["name"], parameters.get("filename"))
 
 
@@ -777,6 +918,19 @@ class InputSpec:
     file: str  # the recorded file name, or <name><extension>
     uri: str = None  # pull model
     injected: dict = dataclasses.field(default_factory=dict)  # name -> InputSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Mount:
+    """A folder of an object store that a cell sees as a local one."""
+
+    name: str
+    uri: str
+    scheme: str  # s3, gs or az
+    path: str  # bucket/prefix
+    writable: bool = False
+    options: dict = dataclasses.field(default_factory=dict)  # as fsspec names them
+    credential: str = None
 
 
 @dataclasses.dataclass
@@ -852,6 +1006,7 @@ class Manifest:
     fields: dict = None  # of a presigned form
     headers: dict = dataclasses.field(default_factory=dict)
     log_url: str = None
+    output_file_url: str = None
     trace: dict = dataclasses.field(default_factory=dict)
 
     def all_urls(self):
@@ -861,6 +1016,8 @@ class Manifest:
         yield "finalize_url", self.finalize_url
         if self.log_url:
             yield "log_url", self.log_url
+        if self.output_file_url:
+            yield "output_file_url", self.output_file_url
 
 
 def parse_manifest(manifest):
@@ -888,6 +1045,7 @@ def parse_manifest(manifest):
         fields=None if output.get("fields") is None else expect(dict, output["fields"], "output.fields"),
         headers=parse_upload_headers(optional(dict, output, "headers", "output.headers")),
         log_url=optional(str, manifest, "log_url") or None,
+        output_file_url=optional(str, manifest, "output_file_url") or None,
         trace={name: metadata[name] for name in TRACE_FIELDS if isinstance(metadata.get(name), str)},
     )
 
@@ -898,7 +1056,9 @@ def parse_signed(entry):
     version = entry.get("version")
     if isinstance(version, bool) or not isinstance(version, int):
         raise bad_request("The version of input %r must be a whole number" % artifact)
-    return "strata://artifact/%s@v=%d" % (artifact, version), expect(str, entry.get("url"), "the url of input %r" % artifact)
+    return "strata://artifact/%s@v=%d" % (artifact, version), expect(
+        str, entry.get("url"), "the url of input %r" % artifact
+    )
 
 
 def parse_pulled(name, spec, urls):
@@ -907,13 +1067,17 @@ def parse_pulled(name, spec, urls):
     parsed = parse_input(name, spec)
     for needed in (parsed, *parsed.injected.values()):
         if needed.uri not in urls:
-            raise bad_request("input %r: the manifest has no signed URL for %s" % (needed.name, json.dumps(needed.uri)[:300]))
+            raise bad_request(
+                "input %r: the manifest has no signed URL for %s" % (needed.name, json.dumps(needed.uri)[:300])
+            )
     return parsed
 
 
 def parse_upload_headers(headers):
     for name, value in headers.items():
-        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or not re.fullmatch(r"[\x20-\x7e]*", expect(str, value, name)):
+        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or not re.fullmatch(
+            r"[\x20-\x7e]*", expect(str, value, name)
+        ):
             raise bad_request("output.headers: %r is not a header" % name)
     return headers
 
@@ -928,14 +1092,17 @@ def parse_cell(params, build_id):
         expect(str, build_id, "build_id")
     language = params.get("language", "python")
     if language not in LANGUAGES:
-        raise run_failed("unsupported cell language %s: this worker runs %s" % (json.dumps(language)[:100], ", ".join(LANGUAGES)), 400)
+        raise run_failed(
+            "unsupported cell language %s: this worker runs %s" % (json.dumps(language)[:100], ", ".join(LANGUAGES)),
+            400,
+        )
     return Cell(
         source=expect(str, params.get("source"), "source"),
         language=language,
         build_id=build_id or None,
         timeout=parse_timeout(params.get("timeout_seconds")),
         env=parse_env(optional(dict, params, "env")),
-        mounts=[parse_mount(entry) for entry in optional(list, params, "mounts")],
+        mounts=parse_mounts(optional(list, params, "mounts")),
         tables=optional(dict, params, "tables"),
         mutation_defines=[expect(str, name, "mutation_defines") for name in optional(list, params, "mutation_defines")],
         environment=None if params.get("environment") is None else expect(dict, params["environment"], "environment"),
@@ -959,12 +1126,43 @@ def parse_env(env):
     return env
 
 
+def parse_mounts(entries):
+    mounts = [parse_mount(entry) for entry in entries]
+    if len({mount.name for mount in mounts}) < len(mounts):
+        raise bad_request("mounts has two of the same name")
+    return mounts
+
+
 def parse_mount(entry):
+    """An entry of ``mounts`` (page: "MountSpec")."""
     name = expect(str, expect(dict, entry, "a mount").get("name"), "a mount's name")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,99}", name):
+        raise bad_request("Mount %r: its name must be a variable's" % name[:200])
     uri = expect(str, entry.get("uri"), "mount %r: uri" % name)
-    if uri.lower().startswith("file:"):
+    scheme, _, path = uri.rpartition("://")
+    if scheme.lower() in ("", "file") or uri.lower().startswith("file:"):
         raise bad_request("Mount %r is file:// (%s): a remote worker cannot reach the notebook's disk" % (name, uri))
-    raise bad_request("Mount %r (%s): this worker serves no mounts" % (name, uri))
+    if scheme.lower() not in SCHEMES:
+        raise bad_request(
+            "Mount %r: this worker knows the schemes %s, not %r" % (name, ", ".join(SCHEMES), scheme[:20])
+        )
+    path = path.rstrip("/")
+    # A user's name, a query or a fragment would be no part of a path, and may be a secret.
+    if re.search(r"[@?#\0\\]", path) or not all(part not in ("", ".", "..") for part in path.split("/")):
+        raise bad_request("Mount %r: its uri must be %s://bucket/prefix and nothing more" % (name, scheme))
+    mode = entry.get("mode", "ro")
+    if mode not in ("ro", "rw"):
+        raise bad_request('Mount %r: mode must be "ro" or "rw", not %s' % (name, json.dumps(mode)[:100]))
+    # A "pin" spares the server its look at the store; here the store's own version decides.
+    return Mount(
+        name,
+        uri,
+        SCHEMES[scheme.lower()],
+        path,
+        mode == "rw",
+        optional(dict, entry, "options"),
+        optional(str, entry, "credential") or None,
+    )
 
 
 def parse_descriptor(entry):
@@ -1653,7 +1851,15 @@ RETRIED = (429, 502, 503, 504)  # "not now"; every other answer is final
 # What ipaddress calls global in one version of Python or another, and is not.
 NOT_PUBLIC = [
     ipaddress.ip_network(text)
-    for text in ("100.64.0.0/10", "192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2002::/16", "64:ff9b:1::/48", "3fff::/20")
+    for text in (
+        "100.64.0.0/10",
+        "192.0.0.0/24",
+        "192.88.99.0/24",
+        "2001::/23",
+        "2002::/16",
+        "64:ff9b:1::/48",
+        "3fff::/20",
+    )
 ]
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
@@ -1675,8 +1881,10 @@ def is_public(address):
             return False
     if address.is_multicast or address.is_reserved or address.is_unspecified or address.is_loopback:
         return False
-    return address.is_global and not address.is_link_local and not any(
-        address in network for network in NOT_PUBLIC if network.version == address.version
+    return (
+        address.is_global
+        and not address.is_link_local
+        and not any(address in network for network in NOT_PUBLIC if network.version == address.version)
     )
 
 
@@ -2049,7 +2257,9 @@ class Download:
 
     def check_limit(self, size):
         if size > self.limit:
-            raise WorkerError(413, "%s is larger than STRATA_WORKER_MAX_INPUT_BYTES (%d bytes)" % (self.what, self.limit))
+            raise WorkerError(
+                413, "%s is larger than STRATA_WORKER_MAX_INPUT_BYTES (%d bytes)" % (self.what, self.limit)
+            )
 
 
 BROKEN = Answer(0, {})
@@ -2088,7 +2298,9 @@ def fetch_error(problem):
     reason = getattr(problem, "reason", problem)  # urllib wraps what happened in a URLError
     if isinstance(reason, TimeoutError):
         return FetchError("the peer stopped moving")
-    final = isinstance(reason, (Unsafe, ssl.SSLError, ValueError)) or not isinstance(reason, (OSError, http.client.HTTPException))
+    final = isinstance(reason, (Unsafe, ssl.SSLError, ValueError)) or not isinstance(
+        reason, (OSError, http.client.HTTPException)
+    )
     return FetchError(str(reason) or type(reason).__name__, unanswered=not final)
 
 
@@ -2395,8 +2607,12 @@ class ForkServer:
         with theirs:
             self.process = subprocess.Popen(
                 [python, sibling("harness.py"), "--fork-server", str(theirs.fileno()), "--preload", ",".join(preload)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, cwd="/",
-                pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=env,
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         threading.Thread(target=self.greet, name="strata-fork-server", daemon=True).start()
 
@@ -2469,7 +2685,9 @@ class Launcher:
             server = self.servers.get(key)
             if server is None or not server.alive:
                 if server is not None:
-                    log.warning("fork server %d ended with %s; starting another", server.process.pid, server.process.returncode)
+                    log.warning(
+                        "fork server %d ended with %s; starting another", server.process.pid, server.process.returncode
+                    )
                     server.stop()
                 server = self.servers[key] = ForkServer(*key, env)
             self.servers.move_to_end(key)
@@ -2578,7 +2796,10 @@ class Console:
                 copy_text(fd, 0, size, copy)
                 return
             copy_text(fd, 0, self.half, copy)
-            copy.write("\n... %d bytes are missing here: STRATA_WORKER_CONSOLE_MAX_BYTES is %d ...\n" % (missing, 2 * self.half))
+            copy.write(
+                "\n... %d bytes are missing here: STRATA_WORKER_CONSOLE_MAX_BYTES is %d ...\n"
+                % (missing, 2 * self.half)
+            )
             copy_text(fd, size - self.half, size, copy)
 
     def tail(self, stream, size=2000):
@@ -2691,7 +2912,9 @@ SWEEP_SECONDS = 3600
 MAX_ARCHIVE_MEMBERS = 1_000_000  # torch with CUDA has 30,000
 
 # What the worker's own environment says of its own Python, and would mislead another one.
-FOREIGN = re.compile(r"VIRTUAL_ENV.*|PYTHON.*|CONDA_.*|UV_PROJECT.*|UV_PYTHON.*|UV_ENV_FILE|UV_WORKING_DIR.*|R_LIBS.*|RENV_.*")
+FOREIGN = re.compile(
+    r"VIRTUAL_ENV.*|PYTHON.*|CONDA_.*|UV_PROJECT.*|UV_PYTHON.*|UV_ENV_FILE|UV_WORKING_DIR.*|R_LIBS.*|RENV_.*"
+)
 
 
 @contextlib.contextmanager
@@ -2802,7 +3025,15 @@ class Environments:
             Path(project, "pyproject.toml").write_text(lock["pyproject"])
             Path(project, "uv.lock").write_text(lock["lockfile"])
             env = {**build_environment(), "UV_PROJECT_ENVIRONMENT": str(path), "UV_PYTHON_DOWNLOADS": "never"}
-            command = [self.machine.uv, "sync", "--frozen", "--no-install-project", "--no-progress", "--python", interpreter.path]
+            command = [
+                self.machine.uv,
+                "sync",
+                "--frozen",
+                "--no-install-project",
+                "--no-progress",
+                "--python",
+                interpreter.path,
+            ]
             self.build_command(run, command, env, project)
 
     # R
@@ -2822,8 +3053,10 @@ class Environments:
         with tempfile.TemporaryDirectory(prefix="strata-lock-") as project:
             Path(project, "renv.lock").write_text(lock["lockfile"])
             env = {
-                **build_environment(), **{name: os.environ[name] for name in R_SITE if name in os.environ},
-                "RENV_PATHS_ROOT": str(cache.parent / "renv"), "RENV_PATHS_CACHE": str(cache),
+                **build_environment(),
+                **{name: os.environ[name] for name in R_SITE if name in os.environ},
+                "RENV_PATHS_ROOT": str(cache.parent / "renv"),
+                "RENV_PATHS_CACHE": str(cache),
                 "RENV_CONFIG_CACHE_SYMLINKS": "FALSE",  # the cache may be swept; a library is whole by itself
                 "STRATA_LIBRARY": str(path),
             }
@@ -2853,7 +3086,13 @@ class Environments:
     def build_command(self, run, command, env, folder):
         """Run a build to its end, its output in the log; a cancel or too long a time ends it."""
         process = subprocess.Popen(
-            command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            command,
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         kill = functools.partial(kill_group, process.pid)
         late, lines = threading.Event(), collections.deque(maxlen=30)
@@ -2869,9 +3108,13 @@ class Environments:
             kill()
         run.check()
         if late.is_set():
-            raise EnvironmentFailure("the build took more than STRATA_WORKER_ENV_BUILD_SECONDS (%g)" % self.settings.env_build_seconds)
+            raise EnvironmentFailure(
+                "the build took more than STRATA_WORKER_ENV_BUILD_SECONDS (%g)" % self.settings.env_build_seconds
+            )
         if process.returncode != 0:
-            raise EnvironmentFailure("%s failed:\n%s" % (" ".join(map(os.path.basename, command[:2])), "\n".join(lines)))
+            raise EnvironmentFailure(
+                "%s failed:\n%s" % (" ".join(map(os.path.basename, command[:2])), "\n".join(lines))
+            )
 
     def sweep_sometimes(self):
         with self.lock:
@@ -2916,7 +3159,11 @@ def kill_group(pid):
 
 def build_environment():
     """The worker's environment for a build: its index credentials stay, its secrets and Python do not."""
-    return {name: value for name, value in os.environ.items() if name not in SECRET_NAMES and not FOREIGN.fullmatch(name)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in secret_names(os.environ) and not FOREIGN.fullmatch(name)
+    }
 
 
 def activated(env, lease):
@@ -3094,7 +3341,9 @@ def relocate(path, interpreter):
     config = path / "pyvenv.cfg"
     if config.is_file():
         home = "home = %s\n" % os.path.dirname(interpreter)
-        lines = [home if line.partition("=")[0].strip() == "home" else line for line in config.read_text().splitlines(True)]
+        lines = [
+            home if line.partition("=")[0].strip() == "home" else line for line in config.read_text().splitlines(True)
+        ]
         config.write_text("".join(lines))
     for script in (path / "bin").iterdir() if (path / "bin").is_dir() else ():
         if script.is_file() and not script.is_symlink():
@@ -3163,7 +3412,7 @@ class Machine:
         if self.uv is None:
             raise EnvironmentFailure("uv is not installed on this worker")
         if not isinstance(python, str) or not re.fullmatch(r"[0-9A-Za-z<>=~!][0-9A-Za-z.,<>=~!*+@ _-]*", python):
-            raise EnvironmentFailure("environment.python must be a version, such as \"3.13\", not %r" % (python,))
+            raise EnvironmentFailure('environment.python must be a version, such as "3.13", not %r' % (python,))
         found = build_output([self.uv, "python", "find", "--system", "--no-python-downloads", python])
         return describe_python(found.strip())
 
@@ -3182,9 +3431,13 @@ def describe_python(python):
 
 def build_output(command):
     """What a program prints in a build's environment; EnvironmentFailure with its own words."""
-    done = subprocess.run(command, env=build_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=build_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
     if done.returncode != 0:
-        raise EnvironmentFailure("%s failed: %s" % (" ".join(map(os.path.basename, command[:3])), done.stderr.strip()[-1000:]))
+        raise EnvironmentFailure(
+            "%s failed: %s" % (" ".join(map(os.path.basename, command[:3])), done.stderr.strip()[-1000:])
+        )
     return done.stdout
 
 
@@ -3224,6 +3477,1203 @@ def output_of(command, timeout=30):
         log.warning("%s: %s", command[0], problem)
         return None
     return done.stdout.decode(errors="replace")
+
+
+# ---------------------------------------------------------------------------------------
+# Output folders: what a cell fills, and the folders that cells are given
+# ---------------------------------------------------------------------------------------
+#
+# A cell owns these folders, so their content is whatever it likes: links to the worker's
+# files, pipes that never answer, names that are no text. They are walked from one open
+# folder to the next, so that no link is followed even if it is put there meanwhile.
+
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+DEEPEST = 100  # folders in folders; each takes a descriptor while it is walked
+LONGEST_PATH = 2000  # bytes: half of what a path may have, for the folder it goes to
+MAX_NOTICES = 20  # of a folder's files that were left out; the others are counted
+
+
+def output_dir_names(source):
+    """The names of a cell's ``# @output_dir name`` lines, which stand before its first statement."""
+    names = []
+    for line in map(str.strip, source.splitlines()):
+        if line and not line.startswith("#"):
+            break
+        found = re.fullmatch(r"#\s*@(\w+)\s*(.*?)", line)
+        if found and found.group(1).lower() == "output_dir" and found.group(2).isidentifier():
+            names.append(found.group(2))
+    return list(dict.fromkeys(names))
+
+
+def open_below(root, path, flags):
+    """A descriptor of ``path`` below the folder ``root``; OSError if a name on the way is a link."""
+    fd = os.open(root, FOLDER_FLAGS)
+    *folders, last = path.split("/")
+    for name in folders:
+        fd = open_in(fd, name, FOLDER_FLAGS)
+    return open_in(fd, last, flags)
+
+
+def open_in(folder, name, flags):
+    try:
+        return os.open(name, flags, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def regular_files(root, path, leave_out=lambda name, why: None):
+    """The regular files in the folder ``path`` below ``root``: (name in the folder, os.stat_result).
+
+    ``leave_out`` is told of what else is there, and why it is none.
+    """
+    try:
+        fd = open_below(root, path, FOLDER_FLAGS)
+    except OSError as problem:
+        return leave_out(".", "it is no folder any more: %s" % problem.strerror)
+    yield from walk(fd, "", 0, leave_out)
+
+
+def walk(fd, prefix, depth, leave_out):
+    """Walk the open folder ``fd``, and close it."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        for name in sorted(os.listdir(fd)):
+            try:
+                inner, status = open_entry(fd, name, prefix + name, depth)
+            except FileNotFoundError:
+                continue  # a running cell renames and removes
+            except (OSError, ValueError) as problem:
+                leave_out(prefix + name, getattr(problem, "strerror", None) or problem)
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                yield from walk(inner, prefix + name + "/", depth + 1, leave_out)
+            else:
+                os.close(inner)
+                yield prefix + name, status
+
+
+def open_entry(folder, name, path, depth):
+    """An entry's descriptor and status. ValueError says why it is not to be opened."""
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if os.fsencode(path) != path.encode(errors="replace"):
+        raise ValueError("its name is not UTF-8")
+    if len(path.encode()) > LONGEST_PATH or depth >= DEEPEST:
+        raise ValueError("it is too deep in folders")
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise ValueError("it is neither a file nor a folder")
+    fd = os.open(name, FOLDER_FLAGS if stat.S_ISDIR(status.st_mode) else FILE_FLAGS, dir_fd=folder)
+    opened = os.fstat(fd)
+    if stat.S_IFMT(opened.st_mode) != stat.S_IFMT(status.st_mode):
+        os.close(fd)
+        raise ValueError("it changed while it was looked at")
+    return fd, opened
+
+
+def state_of(status):
+    """What differs when a file was written to. A cell can set back its mtime, but not its ctime."""
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeFile(FileSlice):
+    """A FileSlice whose ``path`` is below ``root`` and passes through no link."""
+
+    root: str = None
+
+    def open(self):
+        file = os.fdopen(open_below(self.root, self.path, FILE_FLAGS), "rb", buffering=0)
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size != self.size:
+            file.close()
+            raise OSError(errno.ESTALE, "changed while it was being sent", self.path)
+        return file
+
+
+class OutputFolders:
+    """The output folders of one run (``# @output_dir``), in ``dirs/`` of its own folder."""
+
+    def __init__(self, run, names):
+        self.run, self.names = run, names
+        self.root = str(run.folder)
+        self.stream = None  # a FolderStream, if the server takes files while the cell runs
+        for name in names:
+            (run.folder / "dirs" / name).mkdir(parents=True)
+
+    def told(self):
+        """What the harness is told of them."""
+        return {name: "dirs/" + name for name in self.names}
+
+    def files(self, leave_out=lambda name, why: None):
+        """(folder's name, path in it, TreeFile, state) of each file there is."""
+        for folder in self.names:
+            for path, status in regular_files(self.root, "dirs/" + folder, functools.partial(leave_out, folder)):
+                inside = "dirs/%s/%s" % (folder, path)
+                yield folder, path, TreeFile(inside, status.st_size, self.root), state_of(status)
+
+    def collect(self, console):
+        """What the bundle's manifest says of them, and its members; what is left out is said on stderr."""
+        streamed = {} if self.stream is None else self.stream.finish()
+        listed, members = {name: {} for name in self.names}, []
+        notices = Notices("output folder")
+        for folder, path, file, _ in self.files(notices.add):
+            if path not in streamed.get(folder, ()):
+                listed[folder][path] = file.size
+                members.append((file.path, file))
+        notices.print(console)
+        said = {"output_dirs": listed}
+        if self.stream is not None:
+            said["output_dirs_streamed"] = streamed
+        return said, members
+
+
+class Notices:
+    """Lines for the end of a cell's stderr: what of its folders did not come back."""
+
+    def __init__(self, what):
+        self.what = what
+        self.lines = collections.defaultdict(list)
+
+    def add(self, folder, name, why):
+        name = name.encode(errors="backslashreplace").decode()
+        self.lines[folder].append("strata-worker: %s %s: %r is left out: %s\n" % (self.what, folder, name, why))
+
+    def print(self, console):
+        for folder, lines in self.lines.items():
+            shown, more = lines[:MAX_NOTICES], len(lines) - MAX_NOTICES
+            if more > 0:
+                shown.append("strata-worker: %s %s: and %d more\n" % (self.what, folder, more))
+            os.write(console.fds["stderr"], "".join(shown).encode())
+
+
+class FolderStream:
+    """Posts the files of a running cell's output folders to ``output_file_url`` as they settle.
+
+    A file has settled when nothing of it changed from one poll to the next; if it does later,
+    it is posted again. What the server has not taken at the end goes in the bundle.
+    """
+
+    def __init__(self, fetcher, url, folders, poll_seconds):
+        self.fetcher, self.url, self.folders, self.poll_seconds = fetcher, url, folders, poll_seconds
+        self.halt, self.over = Halt(), threading.Event()
+        self.seen, self.sent, self.refused = {}, {}, set()  # by (folder, path)
+        self.thread = threading.Thread(target=self.run, name="strata-folders", daemon=True)
+        self.thread.start()
+
+    def run(self):
+        with contextlib.suppress(Halted):
+            while not self.over.wait(self.poll_seconds):
+                found = {(folder, path): (file, state) for folder, path, file, state in self.folders.files()}
+                for key, (file, state) in found.items():
+                    if self.over.is_set():
+                        return
+                    if self.seen.get(key) == state and self.is_due(key, state):
+                        self.post(key, file, state, self.halt)
+                self.seen = {key: state for key, (_, state) in found.items()}
+
+    def is_due(self, key, state):
+        return key not in self.refused and self.sent.get(key) != state
+
+    def post(self, key, file, state, halt):
+        """Post one file; False when it may go better at another time."""
+        query = urllib.parse.urlencode({"folder": key[0], "path": key[1]}, quote_via=urllib.parse.quote)
+        url = "%s%s%s" % (self.url, "&" if "?" in self.url else "?", query)
+        LOG_PACER.wait(halt)
+        try:
+            with self.fetcher.request(
+                halt, "POST", url, {"Content-Type": "application/octet-stream"}, [file]
+            ) as response:
+                status = response.status
+        except FetchError as problem:  # a file that changed meanwhile too
+            log.debug("output folder %s: %s", key[0], problem)
+            return False
+        if status == 201:
+            self.sent[key] = state
+        elif status < 500 and status not in (408, 429):
+            self.refused.add(key)
+        return status < 500
+
+    def finish(self):
+        """The cell is over: post the rest. What the server holds: ``{folder: [path, ...]}``."""
+        run = self.folders.run
+        self.over.set()
+        with run.interruptible(self.halt):
+            self.thread.join()
+        run.check()
+        last = {(folder, path): (file, state) for folder, path, file, state in self.folders.files()}
+        given_up = threading.Event()
+        in_parallel(
+            run,
+            [
+                functools.partial(self.post_last, key, file, state, given_up)
+                for key, (file, state) in last.items()
+                if self.is_due(key, state)
+            ],
+        )
+        held = {name: [] for name in self.folders.names}
+        for (folder, path), (_, state) in last.items():
+            if self.sent.get((folder, path)) == state:
+                held[folder].append(path)
+        return held
+
+    def post_last(self, key, file, state, given_up, halt):
+        if not given_up.is_set() and not self.post(key, file, state, halt):
+            given_up.set()  # the bundle is on its way to the same server: no time for each to fail
+
+    def close(self):
+        self.over.set()
+        self.halt()
+
+
+def unpack_folder(archive, folder, check):
+    """Unpack the tar of a ``dir/tar`` input. ``check`` raises when the run was cancelled.
+
+    Only files and folders, each once and inside; ValueError for anything else. The tar is not
+    compressed and nothing in it may be sparse, so it takes no more room than it came with.
+    """
+    folder.mkdir(parents=True)
+    try:
+        with tarfile.open(archive, "r:") as tar:
+            position = -1
+            for member in tar:
+                check()
+                if member.offset <= position:
+                    raise ValueError("it goes in circles")  # a negative size does that
+                position = member.offset
+                unpack_folder_member(tar, member, folder)
+    except (tarfile.TarError, EOFError, RecursionError, OverflowError, FileExistsError, NotADirectoryError) as problem:
+        raise ValueError("its tar cannot be unpacked: %s" % problem) from None
+
+
+def unpack_folder_member(tar, member, folder):
+    parts = [part for part in member.name.split("/") if part not in ("", ".")]
+    if not member.isdir() and not member.isreg() or member.issparse():
+        raise ValueError("%r in its tar is neither a file nor a folder" % member.name)
+    if member.name.startswith("/") or not is_inside(parts) or len(parts) > DEEPEST:
+        raise ValueError("%r in its tar leads outside" % member.name)
+    path = folder.joinpath(*parts)
+    (path if member.isdir() else path.parent).mkdir(parents=True, exist_ok=True)
+    if member.isreg():
+        with open(path, "xb") as file:
+            shutil.copyfileobj(tar.extractfile(member), file, CHUNK)
+        path.chmod(0o755 if member.mode & 0o100 else 0o644)
+
+
+def is_inside(parts):
+    """Whether a path of these parts is a file's below a folder, whatever the folder."""
+    return not any(part in ("", ".", "..") or "\0" in part for part in parts)
+
+
+# ---------------------------------------------------------------------------------------
+# Mounts: folders of object stores, copied here for a cell, and its changes back
+# ---------------------------------------------------------------------------------------
+#
+# pyarrow.fs speaks to the stores, and only in a helper: this same file, run as a process
+# for one job on one mount. So the server never loads it, a cancel is a kill, and what the
+# environment says to a cloud's library it says to no other mount. The job comes on its
+# stdin with the credentials, which no argument or environment ever holds; when that pipe
+# closes, the worker is gone and the helper ends.
+#
+# Options are fsspec's, and a cell's author writes them: each is translated when the request
+# arrives, or refused by name.
+
+
+class OptionError(ValueError):
+    """A storage option that pyarrow.fs has nothing for, or whose value is none."""
+
+
+def translated(table, options, prefix=""):
+    """Arguments of pyarrow.fs from fsspec's options; those later in ``table`` win. OptionError."""
+    for name in options:
+        if name not in table:
+            raise OptionError("the option %r has no counterpart in pyarrow.fs" % (prefix + name))
+    arguments = {}
+    for name in table:
+        if options.get(name) is None:
+            continue
+        try:
+            arguments.update(table[name](options[name]))
+        except OptionError:
+            raise
+        except ValueError as problem:  # never with the value: it may be a secret
+            raise OptionError("the option %r %s" % (prefix + name, problem)) from None
+    return arguments
+
+
+def as_text(argument):
+    def translate(value):
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError("must be a string")
+        return {argument: value}
+
+    return translate
+
+
+def as_switch(argument):
+    def translate(value):
+        return {argument: switch(value)}
+
+    return translate
+
+
+def as_options(name, table):
+    def translate(value):
+        if not isinstance(value, dict):
+            raise ValueError("must be an object")
+        return translated(table, value, name + ".")
+
+    return translate
+
+
+def endpoint(value):
+    """``http://host:port`` as S3 and Google's storage take it."""
+    parts = endpoint_parts(value)
+    if parts.path.strip("/"):
+        raise ValueError("must have no path")
+    return {"scheme": parts.scheme, "endpoint_override": parts.netloc}
+
+
+def endpoint_parts(value):
+    parts = urllib.parse.urlsplit(value) if isinstance(value, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc or parts.query:
+        raise ValueError("must be an http:// or https:// URL with nothing but a host")
+    return parts
+
+
+def s3_verify(value):
+    if isinstance(value, str):
+        return {"tls_ca_file_path": value}
+    if value is True:
+        return {}
+    raise ValueError("must be true or the path of a file: pyarrow.fs always verifies")
+
+
+def s3_addressing(value):
+    if value not in ("auto", "path", "virtual"):
+        raise ValueError("must be auto, path or virtual")
+    return {"force_virtual_addressing": True} if value == "virtual" else {}
+
+
+def gs_token(value):
+    """gcsfs's ``token``: a way to find one, a file's name, a file's content, or a token."""
+    if value in ("google_default", "cloud", "cache"):
+        return {}
+    if value == "anon":
+        return {"anonymous": True}
+    if isinstance(value, dict):
+        return {"token_info": value}
+    if not isinstance(value, str) or value == "browser":
+        raise ValueError("must be anon, google_default, cloud, the path of a file, its content, or a token")
+    is_file = value.startswith(("/", "~", ".")) or value.endswith(".json")
+    return {"token_file": os.path.expanduser(value)} if is_file else {"access_token": value}
+
+
+def az_connection_string(value):
+    table = {
+        "AccountName": as_text("account_name"),
+        "AccountKey": as_text("account_key"),
+        "SharedAccessSignature": as_text("sas_token"),
+        "BlobEndpoint": as_text("endpoint"),
+        "DefaultEndpointsProtocol": as_text("protocol"),
+        "EndpointSuffix": as_text("suffix"),
+        **dict.fromkeys(("QueueEndpoint", "TableEndpoint", "FileEndpoint"), as_text("unused")),
+    }
+    fields = [field.partition("=") for field in value.split(";") if field] if isinstance(value, str) else [("", "", "")]
+    if not all(name in table for name, _, _ in fields):  # which one is not said: it may be a key
+        raise ValueError("must be AccountName=...;AccountKey=...;... of fields that pyarrow.fs has a counterpart for")
+    arguments = translated(table, {name: text for name, _, text in fields})
+    arguments.pop("unused", None)
+    protocol, suffix = arguments.pop("protocol", "https"), arguments.pop("suffix", None)
+    if suffix and "endpoint" not in arguments:
+        arguments["endpoint"] = "%s://%s.blob.%s" % (protocol, arguments.get("account_name"), suffix)
+    return arguments
+
+
+OPTIONS = {
+    "s3": {
+        "use_ssl": lambda value: {"scheme": "https" if switch(value) else "http"},
+        "client_kwargs": as_options(
+            "client_kwargs",
+            {
+                "aws_access_key_id": as_text("access_key"),
+                "aws_secret_access_key": as_text("secret_key"),
+                "aws_session_token": as_text("session_token"),
+                "region_name": as_text("region"),
+                "use_ssl": lambda value: {"scheme": "https" if switch(value) else "http"},
+                "endpoint_url": endpoint,
+                "verify": s3_verify,
+            },
+        ),
+        "config_kwargs": as_options(
+            "config_kwargs",
+            {
+                "s3": as_options("config_kwargs.s3", {"addressing_style": s3_addressing}),
+            },
+        ),
+        "anon": as_switch("anonymous"),
+        "profile": as_text("profile"),
+        "region": as_text("region"),
+        "username": as_text("access_key"),
+        "password": as_text("secret_key"),
+        "key": as_text("access_key"),
+        "secret": as_text("secret_key"),
+        "token": as_text("session_token"),
+        "endpoint_url": endpoint,
+    },
+    "gs": {
+        "anon": as_switch("anonymous"),
+        "token": gs_token,
+        "project": as_text("project_id"),
+        "endpoint_url": endpoint,
+    },
+    "az": {
+        "connection_string": az_connection_string,
+        "account_name": as_text("account_name"),
+        "account_key": as_text("account_key"),
+        "sas_token": as_text("sas_token"),
+        "anon": as_switch("anonymous"),
+        "tenant_id": as_text("tenant_id"),
+        "client_id": as_text("client_id"),
+        "client_secret": as_text("client_secret"),
+        "account_host": lambda value: {"endpoint": "https://%s" % value},
+        "endpoint_url": as_text("endpoint"),
+    },
+}
+ENDPOINT_OPTIONS = ("endpoint_url", "account_host", "connection_string")
+AZURE_VARIABLES = (
+    "account_name",
+    "account_key",
+    "connection_string",
+    "sas_token",
+    "client_id",
+    "client_secret",
+    "tenant_id",
+)
+SECRET_ARGUMENTS = (
+    "access_key",
+    "secret_key",
+    "session_token",
+    "access_token",
+    "token_info",
+    "account_key",
+    "sas_token",
+    "client_secret",
+)
+
+
+def store_arguments(scheme, options):
+    """What a filesystem of pyarrow.fs is made with. OptionError."""
+    if scheme == "az":
+        variables = {name: os.environ.get("AZURE_STORAGE_" + name.upper()) for name in AZURE_VARIABLES}
+        options = {**variables, **options}  # as adlfs does
+    arguments = translated(OPTIONS[scheme], options)
+    if scheme != "az":
+        if arguments.get("anonymous"):  # then pyarrow takes no key beside it
+            arguments = {name: value for name, value in arguments.items() if name not in SECRET_ARGUMENTS}
+        return arguments
+    return az_arguments(arguments)
+
+
+def az_arguments(arguments):
+    account = arguments.get("account_name")
+    if not account:
+        raise OptionError("an az:// mount needs the option 'account_name' or 'connection_string'")
+    if "endpoint" in arguments:
+        arguments.update(az_endpoint(arguments.pop("endpoint"), account))
+    if "sas_token" in arguments:
+        arguments["sas_token"] = arguments["sas_token"].lstrip("?")
+    # As adlfs: with nothing to say who asks, it is anybody, unless ``anon`` is false.
+    credentials = arguments.keys() & {"account_key", "sas_token", "client_secret", "client_id"}
+    arguments["anonymous"] = not credentials and arguments.get("anonymous", True)
+    return arguments
+
+
+def az_endpoint(url, account):
+    """``https://account.host`` or, as emulators have it, ``http://host:port/account``."""
+    try:
+        parts = endpoint_parts(url)
+    except ValueError as problem:
+        raise OptionError("the endpoint %s" % problem) from None
+    host, path = parts.netloc, parts.path.strip("/")
+    if path == account:
+        authority = host
+    elif not path and host.startswith(account + "."):
+        authority = host[len(account) :]
+    else:
+        raise OptionError("the endpoint must be https://ACCOUNT.host or http://host/ACCOUNT")
+    return {
+        "blob_storage_authority": authority,
+        "blob_storage_scheme": parts.scheme,
+        "dfs_storage_authority": authority.replace(".blob.", ".dfs.", 1),
+        "dfs_storage_scheme": parts.scheme,
+    }
+
+
+# Credentials are the worker's own: a request only names them.
+
+
+def mount_options(settings, mount):
+    """A mount's options over its credential's over its scheme's. WorkerError."""
+    fields = {}
+    for name in ((settings.mount_credentials or {}).get(mount.scheme), mount.credential):
+        if name:
+            fields.update(credential(settings, name))
+    # S3 signs, but the others send what the credential holds: not to where a notebook says.
+    moved = [name for name in ENDPOINT_OPTIONS if name in mount.options]
+    if fields and moved and mount.scheme != "s3":
+        raise bad_request("Mount %r: the option %r must come from the credential itself" % (mount.name, moved[0]))
+    return {**fields, **mount.options}
+
+
+def credential(settings, name):
+    fields = (settings.credentials or {}).get(name)
+    if fields is None:
+        raise bad_request("credential %r is not defined on this worker (STRATA_NOTEBOOK_CREDENTIALS)" % name)
+    try:
+        return resolved(fields)
+    except ValueError as problem:
+        raise run_failed("credential %r %s" % (name, problem)) from None
+
+
+def resolved(value):
+    """A credential's value with ``${file:/path}`` read now, so that a rotated secret counts at once.
+
+    Settings has replaced each ``${NAME}`` that is set.
+    """
+    if isinstance(value, dict):
+        return {name: resolved(inner) for name, inner in value.items()}
+    found = re.fullmatch(r"\$\{(file:)?(.*)\}", value, re.DOTALL) if isinstance(value, str) else None
+    if found is None:
+        return value
+    if not found.group(1):
+        raise ValueError("references %s, which is not set" % value)
+    if not os.path.isabs(found.group(2)):
+        raise ValueError("references %s, which is not an absolute path" % value)
+    try:
+        return Path(found.group(2)).read_text().rstrip("\r\n")
+    except (OSError, UnicodeError) as problem:
+        raise ValueError(
+            "references %s, which cannot be read: %s" % (value, getattr(problem, "strerror", "not text"))
+        ) from None
+
+
+class Store:
+    """A mount with everything that is needed to reach it."""
+
+    def __init__(self, settings, mount):
+        self.mount = mount
+        try:
+            self.arguments = store_arguments(mount.scheme, mount_options(settings, mount))
+        except OptionError as problem:
+            raise bad_request("Mount %r: %s" % (mount.name, problem)) from None
+        # Who asks, and where: only a mount that reaches the store alike shares its cached objects.
+        whole = json.dumps([mount.scheme, self.arguments], sort_keys=True)
+        self.scope = hashlib.sha256(b"strata-worker mount cache\n" + whole.encode()).hexdigest()
+
+    def job(self, **more):
+        """A helper's job. It says all there is to know, since a helper has no Settings."""
+        mount = self.mount
+        return {"scheme": mount.scheme, "path": mount.path, "arguments": self.arguments, "scope": self.scope, **more}
+
+    def failure(self, text):
+        """The error of a helper, without what it may quote of the credentials."""
+        for name in SECRET_ARGUMENTS:
+            for secret in secrets_in(self.arguments.get(name)):
+                text = text.replace(secret, "***")
+        return run_failed("mount %r (%s): %s" % (self.mount.name, self.mount.uri, text))
+
+
+def secrets_in(value):
+    """Every form in which a secret may be quoted, the longest first; a SAS also by its signature."""
+    if isinstance(value, dict):
+        return [secret for inner in value.values() for secret in secrets_in(inner)]
+    if not isinstance(value, str):
+        return []
+    pieces = {value, *re.findall(r"(?:^|&)sig=([^&]+)", value)}
+    forms = (
+        pieces
+        | {urllib.parse.quote(piece, safe="") for piece in pieces}
+        | {urllib.parse.unquote(piece) for piece in pieces}
+    )
+    return sorted((form for form in forms if len(form) > 3), key=len, reverse=True)
+
+
+class Mounts:
+    """The mounts of one run, in ``mounts/`` of its folder. Making it refuses what cannot be mounted."""
+
+    def __init__(self, settings, run, mounts):
+        self.settings, self.run = settings, run
+        self.stores = {mount.name: Store(settings, mount) for mount in mounts}
+        self.bytes, self.writes = {}, []
+        self.before = {}  # of each mount that may be written: the helper's own report
+
+    def stage(self):
+        """Copy every mount into the run's folder; what the harness is told of them."""
+        results = self.help(
+            {
+                name: store.job(
+                    folder=str(self.run.folder / "mounts" / name),
+                    stall=self.settings.stall_seconds,
+                    cache=None if store.mount.writable else cache_settings(self.settings),
+                )
+                for name, store in self.stores.items()
+            }
+        )
+        for name, result in results.items():
+            self.bytes[name] = result["bytes"]
+            self.run.count_in(result["bytes"])
+            self.before[name] = result
+        return {name: "mounts/" + name for name in self.stores}
+
+    def sync(self, console):
+        """After a cell that succeeded: upload what it created or changed in its ``rw`` mounts."""
+        jobs, notices = {}, Notices("mount")
+        for name, store in self.stores.items():
+            changed = self.changed(name, notices) if store.mount.writable else None
+            if changed:
+                jobs[name] = store.job(
+                    root=str(self.run.folder),
+                    folder="mounts/" + name,
+                    base=self.before[name]["base"],
+                    upload=changed,
+                    stall=self.settings.stall_seconds,
+                )
+        notices.print(console)
+        for name, result in self.help(jobs).items():
+            if result["files"]:
+                self.writes.append({"mount": name, "uri": self.stores[name].mount.uri, "files": result["files"]})
+
+    def changed(self, name, notices):
+        """The files that are not as they were staged, with the digest that they had."""
+        before = self.before[name]["files"]
+        return {
+            path: before.get(path, {}).get("sha256")
+            for path, status in regular_files(
+                str(self.run.folder), "mounts/" + name, functools.partial(notices.add, name)
+            )
+            if before.get(path, {}).get("state") != state_of(status)
+        }
+
+    def said(self):
+        """What the bundle's manifest says of them."""
+        return {"mount_bytes": self.bytes, "mount_writes": self.writes}
+
+    def help(self, jobs):
+        """Run a helper for each job, all at once; their results. No helper outlives this call."""
+        with contextlib.ExitStack() as stack:
+            helpers = {name: stack.enter_context(MountHelper(job)) for name, job in jobs.items()}
+            with self.run.interruptible(lambda: [helper.process.kill() for helper in helpers.values()]):
+                answers = {name: helper.answer() for name, helper in helpers.items()}
+        self.run.check()
+        for name, answer in answers.items():
+            if "error" in answer:
+                raise self.stores[name].failure(answer["error"])
+        return {name: answer["result"] for name, answer in answers.items()}
+
+
+STALLED = "the store moved no byte for STRATA_WORKER_STALL_SECONDS"
+
+
+class MountHelper:
+    """A helper process at work on one job, killed when the block ends before it does."""
+
+    def __init__(self, job):
+        self.job = json.dumps(job).encode() + b"\n"
+
+    def __enter__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--mount-helper"],
+            env=cell_environment(os.environ, ()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with contextlib.suppress(BrokenPipeError):  # it died at once: its answer says so
+            self.process.stdin.write(self.job)
+            self.process.stdin.flush()
+        return self
+
+    def answer(self):
+        """``{"result": ...}`` or ``{"error": text}``."""
+        try:
+            return json.loads(self.process.stdout.read())
+        except ValueError:
+            code = self.process.wait()
+            return {"error": STALLED if code == -signal.SIGALRM else "the process that copies it %s" % ending(code)}
+
+    def __exit__(self, *exc_info):
+        self.process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+# The cache of read-only mounts holds one version of each object. A cell is the same user as
+# the worker and may write wherever that may, so nothing a cell is given shares an inode with
+# the cache: it gets a copy, which costs nothing where the filesystem can clone. What a cell
+# does to the cache itself is noticed: a record keeps the inode and ctime of its object, which
+# no write leaves alone and nobody can set, under a seal that takes the mount's credentials.
+#
+# A store's times are whole seconds. So size and time tell that an object is the same only if
+# it was fetched long after it was written; of one that was not, the version is asked for.
+
+
+RACY_SECONDS = 900  # the clocks of a store and of those it lets in differ by less: S3 refuses more
+
+
+def cache_settings(settings):
+    root = Path(settings.mount_cache_dir or "~/.strata/mount_cache").expanduser()
+    return [str(root / "copies"), settings.mount_cache_max_bytes, settings.mount_cache_max_idle_days]
+
+
+class MountCache:
+    """Objects kept from run to run, by who asked for them and their path. It never fails a run."""
+
+    def __init__(self, root, max_bytes, max_idle_days):
+        self.root, self.max_bytes, self.max_idle_days = Path(root), max_bytes, max_idle_days
+        self.count = lambda size: None  # is told of the bytes that are copied out of it
+
+    def places(self, scope, path):
+        name = hmac.new(scope.encode(), path.encode(), "sha256").hexdigest()
+        return self.root / name[:2] / name, self.root / name[:2] / (name + ".json")
+
+    @staticmethod
+    def seal(scope, path, fields):
+        return hmac.new(scope.encode(), json.dumps([path, fields], sort_keys=True).encode(), "sha256").hexdigest()
+
+    def record(self, scope, path):
+        """What was noted of an object when it was kept; None when that is not to be believed."""
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+            with os.fdopen(os.open(self.places(scope, path)[1], FILE_FLAGS), "rb") as file:
+                fields = json.loads(file.read(CHUNK))
+            if hmac.compare_digest(fields.pop("seal"), self.seal(scope, path, fields)) and fields.keys() == RECORD:
+                return fields
+        return None
+
+    def note(self, scope, path, fields):
+        content = json.dumps({**fields, "seal": self.seal(scope, path, fields)}).encode()
+        replaced(self.places(scope, path)[1], lambda fd: os.write(fd, content))
+
+    def copy(self, scope, info, fd, ask):
+        """Copy a kept object into the file ``fd`` if it is still the one in the store; True if so."""
+        record = self.record(scope, info.path)
+        if record is None or (record["size"], record["mtime"]) != (info.size, info.mtime_ns):
+            return False
+        if record["racy"] and not self.is_unchanged(record, scope, info, ask):
+            return False
+        data, note = self.places(scope, info.path)
+        with contextlib.suppress(OSError):
+            with os.fdopen(os.open(data, FILE_FLAGS), "rb") as source:
+                copy_file(source.fileno(), fd, self.count)
+                os.utime(note)  # it was used
+                return identity(source.fileno()) == record["identity"]  # asked last: a cell may be at it now
+        return False
+
+    def is_unchanged(self, record, scope, info, ask):
+        """Whether a racy object has the version it had; old enough, it is not racy any more."""
+        asked = time.time()
+        if record["version"] is None or ask(info.path) != record["version"]:
+            return False
+        if not is_racy(info, asked):
+            with contextlib.suppress(OSError):
+                self.note(scope, info.path, {**record, "racy": False})
+        return True
+
+    def keep(self, scope, info, version, fd, asked):
+        """Keep what was fetched into the file ``fd``, after the time ``asked``."""
+        if self.max_bytes and info.size > self.max_bytes:
+            return
+        data = self.places(scope, info.path)[0]
+        with contextlib.suppress(OSError):  # a full disk, a home that is read-only
+            data.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            kept = replaced(data, functools.partial(copy_file, fd))
+            self.note(
+                scope,
+                info.path,
+                {
+                    "size": info.size,
+                    "mtime": info.mtime_ns,
+                    "version": version,
+                    "racy": is_racy(info, asked),
+                    "identity": kept,
+                },
+            )
+
+    def holds(self, scope, entry):
+        """Whether an object that a server lists (``POST /v1/mount-cache/cached``) is here as listed.
+
+        ValueError when the listing does not tell.
+        """
+        etag, mtime = entry.get("etag", "").strip('"'), entry.get("mtime", "")
+        record = self.record(scope, entry["key"])
+        if record is None or record["size"] != entry["size"]:
+            return False
+        if etag and record["version"]:
+            return etag == record["version"]
+        listed = datetime.datetime.fromisoformat(mtime.replace("Z", "+00:00"))
+        return int(listed.timestamp()) == record["mtime"] // 10**9
+
+    def sweep(self):
+        """Remove what nobody has used for long, and the longest unused while there is too much."""
+        now, kept = time.time(), []
+        for note in self.root.glob("*/*"):
+            with contextlib.suppress(OSError):
+                used = note.lstat().st_mtime
+                if note.suffix == ".json":
+                    kept.append((used, note.with_suffix("").lstat().st_size, note))
+                elif now - used > 86400 and not note.with_suffix(".json").exists():
+                    note.unlink()  # left by a helper that was killed
+        total = sum(size for _, size, _ in kept)
+        for used, size, note in sorted(kept):
+            is_idle = self.max_idle_days and now - used > self.max_idle_days * 86400
+            if not is_idle and not (self.max_bytes and total > self.max_bytes):
+                break
+            total -= size
+            for path in (note, note.with_suffix("")):
+                path.unlink(missing_ok=True)
+
+
+RECORD = {"size", "mtime", "version", "racy", "identity"}
+
+
+def is_racy(info, asked):
+    """Whether an object is so new that it may be written again, within one tick of the store's clock."""
+    return info.mtime_ns is None or asked - info.mtime_ns / 1e9 < RACY_SECONDS
+
+
+def identity(fd):
+    status = os.fstat(fd)
+    return [status.st_ino, status.st_size, status.st_ctime_ns]
+
+
+def replaced(path, write):
+    """Put what ``write(fd)`` writes in the place of ``path``; the identity of the new file."""
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        write(fd)
+        os.replace(name, path)
+        return identity(fd)
+    except BaseException:
+        os.unlink(name)
+        raise
+    finally:
+        os.close(fd)
+
+
+def copy_file(source, target, count=lambda size: None):
+    """Copy one open file into another; by cloning, where the filesystem can."""
+    size, offset = os.fstat(source).st_size, 0
+    os.ftruncate(target, 0)
+    while offset < size:
+        copied = copy_range(source, target, size - offset, offset)
+        offset += copied
+        count(copied)
+
+
+def copy_range(source, target, size, offset):
+    if hasattr(os, "copy_file_range"):
+        with contextlib.suppress(OSError):  # across filesystems, in an old kernel
+            copied = os.copy_file_range(source, target, size, offset, offset)
+            if copied:
+                return copied
+    data = os.pread(source, CHUNK, offset)
+    if not data:
+        raise OSError(errno.ESTALE, "a file shrank while it was copied")
+    return os.pwrite(target, data, offset)
+
+
+def cached_bytes(settings, probe):
+    """The answer's list for ``POST /v1/mount-cache/cached``: None for what cannot be told."""
+    mounts = expect(list, expect(dict, probe, "the probe").get("mounts"), "mounts")
+    return [cached_share(settings, entry) for entry in mounts]
+
+
+def cached_share(settings, entry):
+    try:
+        mount = parse_mount(entry["spec"])
+        if mount.writable:
+            return None  # is always fetched
+        cache, scope = MountCache(*cache_settings(settings)), Store(settings, mount).scope
+        return sum(listed["size"] for listed in entry["entries"] if cache.holds(scope, listed))
+    except (WorkerError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+# From here on it is the helper that runs.
+
+
+FILES_AT_ONCE = 8
+PARTS_AT_ONCE = 16  # over all files: a large one is fetched in parts
+PART = 8 * 2**20
+
+
+def mount_helper():
+    """``--mount-helper``: do the job on stdin, answer on stdout, and end."""
+    if sys.platform.startswith("linux"):
+        make_undumpable()  # before the credentials come
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=end_with_worker, daemon=True).start()
+    try:
+        transfer = Transfer(job)
+        finish_helper({"result": transfer.upload() if "upload" in job else transfer.download()})
+    except BaseException as problem:
+        # From in here: an upload that failed must not be tidied up into a short object.
+        finish_helper({"error": str(problem) or type(problem).__name__})
+
+
+def finish_helper(answer):
+    sys.stdout.write(json.dumps(answer))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def end_with_worker():
+    sys.stdin.read()
+    os._exit(1)
+
+
+def open_store(scheme, arguments):
+    """The filesystem of pyarrow.fs. What only its libraries' variables can say, they say here."""
+    arguments = dict(arguments)
+    if "profile" in arguments:
+        os.environ["AWS_PROFILE"] = arguments.pop("profile")
+    if "token_info" in arguments:
+        arguments["token_file"] = hidden_file(json.dumps(arguments.pop("token_info")))
+    if "token_file" in arguments:
+        os.environ["GOOGLE_APPLICATION_CREDENTIALS"] = arguments.pop("token_file")
+    import pyarrow.fs
+
+    return {"s3": open_s3, "gs": open_gs, "az": open_az}[scheme](pyarrow.fs, arguments)
+
+
+def hidden_file(text):
+    """The path of a file without a name, which only this process can open."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode())
+        file.flush()
+        return "/dev/fd/%d" % os.dup(file.fileno())
+
+
+def open_s3(fs, arguments):
+    return fs.S3FileSystem(connect_timeout=CONNECT_SECONDS, **arguments)
+
+
+def open_gs(fs, arguments):
+    if "access_token" in arguments:
+        arguments["credential_token_expiration"] = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(
+            hours=1
+        )
+    # Its own limit is a quarter of an hour.
+    return fs.GcsFileSystem(retry_time_limit=datetime.timedelta(seconds=60), **arguments)
+
+
+def open_az(fs, arguments):
+    if not arguments.pop("anonymous"):
+        return fs.AzureFileSystem(**arguments)
+    # Nothing but a URI can say that no credentials are to be looked for.
+    account, authority = arguments["account_name"], arguments.get("blob_storage_authority", ".blob.core.windows.net")
+    host = account + authority if authority.startswith(".") else "%s@%s" % (account, authority)
+    tls = "false" if arguments.get("blob_storage_scheme") == "http" else "true"
+    return fs.FileSystem.from_uri("abfs://%s/container?credential_kind=anonymous&enable_tls=%s" % (host, tls))[0]
+
+
+class Transfer:
+    """One mount's way here or back."""
+
+    def __init__(self, job):
+        from concurrent.futures import ThreadPoolExecutor
+
+        self.job = job
+        if job["scheme"] == "s3" and "region" not in job["arguments"]:
+            job["arguments"]["region"] = region_of(job["path"].partition("/")[0], job["arguments"])
+        self.store = open_store(job["scheme"], job["arguments"])
+        self.files, self.parts = ThreadPoolExecutor(FILES_AT_ONCE), ThreadPoolExecutor(PARTS_AT_ONCE)
+
+    def in_parallel(self, do, items):
+        """Call ``do`` with each, some at once. When nothing moves any more an alarm ends it all: the
+        kernel's, since no thread runs while pyarrow waits for a store with Python's lock in hand."""
+        self.count()
+        results = list(self.files.map(do, items))
+        signal.alarm(0)
+        return results
+
+    def count(self, size=0):
+        """Something moved."""
+        signal.alarm(math.ceil(self.job["stall"]))
+
+    # Here
+
+    def download(self):
+        listing, base = self.listing()
+        check_listing(listing)
+        self.folder = Path(self.job["folder"])
+        self.cache = MountCache(*self.job["cache"]) if self.job["cache"] else None
+        for parent in {self.folder, *((self.folder / name).parent for name in listing)}:
+            parent.mkdir(parents=True, exist_ok=True)
+        if self.cache is None:
+            return {
+                "base": base,
+                "bytes": sum(i.size for i in listing.values()),
+                "files": dict(self.in_parallel(self.stage, listing.items())),
+            }
+        self.cache.count = self.count
+        fetched = self.in_parallel(self.stage_kept, listing.items())
+        self.cache.sweep()
+        return {"base": base, "bytes": sum(fetched), "files": {}}
+
+    def listing(self):
+        """The objects by their names in the folder, and what those names are below in the store.
+
+        A mount of a single object is a folder that holds it.
+        """
+        path = self.job["path"]
+        bucket, _, prefix = path.partition("/")
+        if prefix:
+            info = self.store.get_file_info(path)
+            if info.is_file:
+                base, _, name = path.rpartition("/")
+                return {name: info}, base
+        from pyarrow.fs import FileSelector
+
+        found = self.store.get_file_info(FileSelector(path, allow_not_found=True, recursive=True))
+        listing = {info.path[len(path) + 1 :]: info for info in found if info.is_file and not info.path.endswith("/")}
+        if not listing and self.lacks(bucket):
+            raise FileNotFoundError("there is no bucket or container %r" % bucket)
+        return listing, path
+
+    def lacks(self, bucket):
+        with contextlib.suppress(OSError):  # who may list a prefix may not ask this
+            return self.store.get_file_info(bucket).type.name == "NotFound"
+        return False
+
+    def new_file(self, name):
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.fdopen(os.open(self.folder / name, flags, 0o644), "r+b", buffering=0)
+
+    def stage(self, item):
+        """Fetch an object that a cell may write; what its file is before the cell does."""
+        name, info = item
+        with self.new_file(name) as file:
+            self.copy(info, file.fileno())
+            return name, {"sha256": digest_of(file), "state": state_of(os.fstat(file.fileno()))}
+
+    def stage_kept(self, item):
+        """Have an object from the cache, or fetch it and keep it there; the bytes that were fetched."""
+        name, info = item
+        with self.new_file(name) as file:
+            moved = self.fill(info, file.fileno())
+            os.fchmod(file.fileno(), 0o444)
+        return moved
+
+    def fill(self, info, fd):
+        if self.cache.copy(self.job["scope"], info, fd, self.version):
+            return 0
+        asked = time.time()
+        self.cache.keep(self.job["scope"], info, self.copy(info, fd), fd, asked)
+        return info.size
+
+    def copy(self, info, fd):
+        """Copy an object's one version, which is asked for before and after; that version."""
+        os.ftruncate(fd, 0)
+        # For a part, Google's client asks for everything that follows it.
+        copy = self.copy_stream if self.job["scheme"] == "gs" else self.copy_parts
+        version = copy(info, fd)
+        if os.fstat(fd).st_size != info.size or self.version(info.path) != version:
+            raise OSError("%s changed while it was read" % info.path)
+        return version
+
+    def copy_stream(self, info, fd):
+        with self.store.open_input_stream(info.path, compression=None) as source:
+            version, at = version_of(source), 0
+            for data in iter(functools.partial(source.read, PART), b""):
+                self.write(fd, data, at)
+                at += len(data)
+        return version
+
+    def copy_parts(self, info, fd):
+        with self.store.open_input_file(info.path) as source:
+            version, starts = version_of(source), range(0, source.size(), PART)
+
+            def copy_part(start):
+                self.write(fd, source.read_at(PART, start), start)
+
+            for _ in self.parts.map(copy_part, starts) if len(starts) > 1 else map(copy_part, starts):
+                pass
+        return version
+
+    def write(self, fd, data, at):
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(fd, view, at)
+            view, at = view[written:], at + written
+        self.count()
+
+    def version(self, path):
+        with self.store.open_input_file(path) as source:
+            return version_of(source)
+
+    # Back
+
+    def upload(self):
+        sent = self.in_parallel(self.send, sorted(self.job["upload"].items()))
+        return {"files": [file for file in sent if file is not None]}
+
+    def send(self, item):
+        """Upload one file, unless it has the very content it came with."""
+        name, before = item
+        path = "%s/%s" % (self.job["folder"], name)
+        with os.fdopen(open_below(self.job["root"], path, FILE_FLAGS), "rb", buffering=0) as file:
+            if before is not None and digest_of(file) == before:
+                return None
+            file.seek(0)
+            digest, size = hashlib.sha256(), 0
+            target = self.store.open_output_stream("%s/%s" % (self.job["base"], name), compression=None)
+            for data in iter(functools.partial(file.read, PART), b""):
+                digest.update(data)
+                target.write(data)
+                size += len(data)
+                self.count()
+            target.close()  # only here: closing is what makes the object
+        return {"path": name, "size": size, "sha256": digest.hexdigest()}
+
+
+def region_of(bucket, arguments):
+    """Where a bucket is. AWS answers any other region with a redirect, which pyarrow does not follow."""
+    if "endpoint_override" not in arguments:
+        import pyarrow.fs
+
+        with contextlib.suppress(OSError):
+            return pyarrow.fs.resolve_s3_region(bucket)
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+
+
+def version_of(source):
+    """What a store calls this version of an object, or None."""
+    metadata = {name.lower(): value for name, value in (source.metadata() or {}).items()}
+    version = metadata.get(b"etag") or metadata.get("etag") or metadata.get("generation")
+    return version.decode(errors="replace").strip('"') if version else None
+
+
+def digest_of(file):
+    digest = hashlib.sha256()
+    file.seek(0)
+    for data in iter(functools.partial(file.read, CHUNK), b""):
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def check_listing(listing):
+    """Refuse the names that would leave the folder, or cannot all be in one."""
+    for name in listing:
+        parts = name.split("/")
+        if not is_inside(parts) or any(len(part.encode()) > 255 for part in parts):
+            raise ValueError("the object %r cannot be a file in a folder" % name)
+        for end in range(1, len(parts)):
+            if "/".join(parts[:end]) in listing:
+                raise ValueError("%r is an object and %r is another below it" % ("/".join(parts[:end]), name))
 
 
 # ---------------------------------------------------------------------------------------
@@ -3288,10 +4738,11 @@ def check_result(result):
         raise ValueError("a variable or display is not an object")
 
 
-def bundle_of(result, outputs, console, extra):
+def bundle_of(result, outputs, console, extra, members=()):
     """The bundle of a finished cell: its manifest, its console and its files.
 
-    ``outputs`` is the folder of the result's files, ``extra`` what the manifest says beside them.
+    ``outputs`` is the folder of the result's files, ``extra`` what the manifest says beside them,
+    and ``members`` are more files, as (name, FileSlice).
     """
     files = OutputFiles(outputs)
     manifest = {
@@ -3313,6 +4764,8 @@ def bundle_of(result, outputs, console, extra):
         bundle.add(stream + ".txt", console.text(stream))
     for name, content in files.found.items():
         bundle.add("files/" + name, content)
+    for name, content in members:
+        bundle.add(name, content)
     bundle.end()
     return bundle
 
@@ -3333,7 +4786,10 @@ class OutputFiles:
             if name not in self.found:
                 self.found[name] = self.slice(name)
         except (OSError, ValueError, TypeError) as problem:
-            return {"error": "its file %r cannot be sent: %s" % (name, problem), "type": str(entry.get("type", "unknown"))}
+            return {
+                "error": "its file %r cannot be sent: %s" % (name, problem),
+                "type": str(entry.get("type", "unknown")),
+            }
         return {**entry, "file": "files/" + name}
 
     def slice(self, name):
@@ -3487,6 +4943,7 @@ class Run:
         self.seconds = {"staging": 0.0, "running": 0.0, "answering": 0.0}
         self.bytes_in = self.bytes_out = 0
         self.trace = {}  # the W3C trace context it was asked for in
+        self.mounts = None  # its Mounts
 
     def enter(self, phase):
         """Go on to the next phase; raises when the run was cancelled in this one."""
@@ -3543,7 +5000,11 @@ class Run:
             self.phase = "done"
         log.info(
             "run %s: %s, staging %.3f s, running %.3f s, answering %.3f s, %d bytes in, %d bytes out",
-            self.build_id or "-", self.outcome, *self.seconds.values(), self.bytes_in, self.bytes_out,
+            self.build_id or "-",
+            self.outcome,
+            *self.seconds.values(),
+            self.bytes_in,
+            self.bytes_out,
         )
 
 
@@ -3676,7 +5137,9 @@ class Form:
             for part, path in reversed(self.parts):
                 if part.name == wanted:
                     return path
-        raise bad_request("The form has no part for input %r: none is named %r or %r" % (spec.name, spec.name, spec.file))
+        raise bad_request(
+            "The form has no part for input %r: none is named %r or %r" % (spec.name, spec.name, spec.file)
+        )
 
 
 class BoundedBuffer:
@@ -3733,37 +5196,49 @@ class Executor:
         """Run a cell whose inputs are staged; its Bundle.
 
         ``inputs`` is what the harness is told of each, by name; ``live`` is called with the
-        Console when the cell is about to start.
+        Console and the OutputFolders when the cell is about to start.
         """
         extra = {"hardware": self.machine.hardware}
+        folders = OutputFolders(run, output_dir_names(cell.source))
         with contextlib.closing(Console(run.folder, self.settings.console_max_bytes)) as console:
             with self.environment(run, cell) as lease:
-                launch = self.prepare(run, cell, inputs, console, lease)
+                launch = self.prepare(run, cell, inputs, folders, console, lease)
                 if lease is not None:
                     extra["environment"] = lease.told()
                 if live is not None:
-                    live(console)
+                    live(console, folders)
                 with self.keeper.keeping(console):
                     code = self.supervise(run, cell, launch, console, lease)
             result = self.result(run, code, console)
             run.outcome = "ok" if result["success"] else "the cell raised %.200s" % result.get("error")
-            return bundle_of(result, run.folder / "outputs", console, extra)
+            if result["success"]:
+                run.mounts.sync(console)
+            said, members = folders.collect(console)
+            return bundle_of(result, run.folder / "outputs", console, {**extra, **run.mounts.said(), **said}, members)
 
-    def prepare(self, run, cell, inputs, console, lease):
+    def prepare(self, run, cell, inputs, folders, console, lease):
         for name in ("outputs", "work"):
             (run.folder / name).mkdir()
         manifest = run.folder / "manifest.json"
-        manifest.write_text(json.dumps({
-            "source": cell.source,
-            "inputs": inputs,
-            "mutation_defines": cell.mutation_defines,
-            "tables": cell.tables,
-        }))
+        manifest.write_text(
+            json.dumps(
+                {
+                    "source": cell.source,
+                    "inputs": inputs,
+                    "mutation_defines": cell.mutation_defines,
+                    "tables": cell.tables,
+                    "mounts": run.mounts.stage(),
+                    "output_dirs": folders.told(),
+                }
+            )
+        )
         env = {**self.cell_env(cell, lease), **cell.env}
         env.update((name.upper(), value) for name, value in run.trace.items())
         if run.gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = run.gpu  # over the caller's: the slot is what was admitted
-        return Launch(None, str(manifest), str(run.folder / "work"), env, list(console.fds.values()), self.settings.cell_memory_mb)
+        return Launch(
+            None, str(manifest), str(run.folder / "work"), env, list(console.fds.values()), self.settings.cell_memory_mb
+        )
 
     def cell_env(self, cell, lease):
         """The worker's part of a cell's environment."""
@@ -3822,20 +5297,21 @@ class Pull:
     def __init__(self, fetcher, executor, run, manifest):
         self.fetcher, self.executor, self.run, self.manifest = fetcher, executor, run, manifest
         self.settings = fetcher.settings
-        self.live = None
+        self.live = self.stream = None
 
     def run_it(self):
         """The body of the 200 answer."""
         for what, url in self.manifest.all_urls():
             self.fetcher.judge(url, what)
+        self.run.mounts = Mounts(self.settings, self.run, self.manifest.cell.mounts)
         inputs = self.stage()
         try:
             bundle = self.executor.execute(self.run, self.manifest.cell, inputs, self.go_live)
             answer = {}
             in_parallel(self.run, [lambda halt: answer.update(finalize=self.publish(halt, bundle))])
         finally:
-            if self.live is not None:
-                self.live.close()
+            for beside in filter(None, (self.live, self.stream)):
+                beside.close()
         return {
             "success": True,
             "build_id": self.run.build_id,
@@ -3844,9 +5320,16 @@ class Pull:
             **answer,
         }
 
-    def go_live(self, console):
+    def go_live(self, console, folders):
         if self.manifest.log_url:
             self.live = LiveConsole(self.fetcher, self.manifest.log_url, console)
+        if self.manifest.output_file_url and folders.names:
+            self.stream = folders.stream = FolderStream(
+                self.fetcher,
+                self.manifest.output_file_url,
+                folders,
+                self.settings.output_dir_poll_seconds,
+            )
 
     def stage(self):
         """Download what the cell's inputs need, each artifact once; what the harness is told."""
@@ -3857,10 +5340,17 @@ class Pull:
         for spec in specs:
             names.setdefault(spec.uri, spec.name)
         paths = {uri: folder / str(number) for number, uri in enumerate(names)}
-        in_parallel(self.run, [
-            functools.partial(self.download, name, self.manifest.urls[uri], paths[uri]) for uri, name in names.items()
-        ])
-        return {spec.name: staged(spec, paths[spec.uri], lambda inner: paths[inner.uri]) for spec in self.manifest.cell.inputs}
+        in_parallel(
+            self.run,
+            [
+                functools.partial(self.download, name, self.manifest.urls[uri], paths[uri])
+                for uri, name in names.items()
+            ],
+        )
+        return {
+            spec.name: staged(self.run, spec, paths[spec.uri], lambda inner: paths[inner.uri])
+            for spec in self.manifest.cell.inputs
+        }
 
     def download(self, name, url, path, halt):
         what = "input %r" % name
@@ -3877,12 +5367,19 @@ class Pull:
             self.live.end()
         limit = self.manifest.max_bytes
         if limit is not None and bundle.size > limit:
-            raise WorkerError(502, "The output bundle has %d bytes, more than output.max_bytes (%d)" % (bundle.size, limit))
+            raise WorkerError(
+                502, "The output bundle has %d bytes, more than output.max_bytes (%d)" % (bundle.size, limit)
+            )
         self.send(halt, "Uploading the output bundle", *self.upload(bundle))
         self.run.bytes_out = bundle.size
         body = json.dumps({"output_format": BUNDLE_FORMAT}).encode()
         answer = self.send(
-            halt, "Finalizing the build", "POST", self.manifest.finalize_url, {"Content-Type": "application/json"}, [body],
+            halt,
+            "Finalizing the build",
+            "POST",
+            self.manifest.finalize_url,
+            {"Content-Type": "application/json"},
+            [body],
         )
         try:
             return json.loads(answer.body)
@@ -3969,6 +5466,7 @@ class Routes:
             ("POST", r"/v1/execute-manifest", self.pull),
             ("POST", r"/execute", self.pull),
             ("POST", r"/v1/executions/([^/]+)/cancel", self.cancel),
+            ("POST", r"/v1/mount-cache/cached", self.cached),
         ]
 
     def answer(self, request):
@@ -3997,7 +5495,9 @@ class Routes:
                 return handler(request, *map(urllib.parse.unquote, match.groups()))
             allowed += [method, "HEAD"] if method == "GET" else [method]
         if allowed:
-            raise WorkerError(405, "%s does not take %s" % (request.path, request.method), headers=[("Allow", ", ".join(allowed))])
+            raise WorkerError(
+                405, "%s does not take %s" % (request.path, request.method), headers=[("Allow", ", ".join(allowed))]
+            )
         raise WorkerError(404, "There is nothing at %s" % request.path)
 
     def authorize(self, header):
@@ -4016,22 +5516,25 @@ class Routes:
 
     def health(self, request):
         slots = self.runs.slots
-        return json_response(200, {
-            "status": "healthy",
-            "capabilities": {
-                "protocol_versions": [PROTOCOL],
-                "transform_refs": [TRANSFORM_REF],
-                "features": self.features(),
+        return json_response(
+            200,
+            {
+                "status": "healthy",
+                "capabilities": {
+                    "protocol_versions": [PROTOCOL],
+                    "transform_refs": [TRANSFORM_REF],
+                    "features": self.features(),
+                },
+                "version": __version__,
+                "uptime_seconds": round(time.monotonic() - self.started, 3),
+                "launch_id": self.settings.launch_id,
+                "active_executions": slots.active,
+                "max_concurrent": slots.max_concurrent,
+                "gpu_slots": slots.gpu_slots,
+                "free_gpu_slots": slots.free_gpus,
+                "hardware": self.machine.hardware,
             },
-            "version": __version__,
-            "uptime_seconds": round(time.monotonic() - self.started, 3),
-            "launch_id": self.settings.launch_id,
-            "active_executions": slots.active,
-            "max_concurrent": slots.max_concurrent,
-            "gpu_slots": slots.gpu_slots,
-            "free_gpu_slots": slots.free_gpus,
-            "hardware": self.machine.hardware,
-        })
+        )
 
     def features(self):
         return {
@@ -4042,6 +5545,9 @@ class Routes:
             "locked_environments": self.machine.locks_python,
             "locked_r_environments": self.machine.has_renv,
             "languages": self.machine.languages,
+            "output_dirs": True,
+            "folder_inputs": True,
+            "mount_cache_probe": True,
         }
 
     def push(self, parse, request):
@@ -4064,24 +5570,35 @@ class Routes:
         form = Form(folder, boundary).receive(body, run)
         cell = parse(form.envelope())
         run.build_id = cell.build_id
-        inputs = {spec.name: staged(spec, form.find(spec), form.find) for spec in cell.inputs}
+        run.mounts = Mounts(self.settings, run, cell.mounts)
+        inputs = {spec.name: staged(run, spec, form.find(spec), form.find) for spec in cell.inputs}
         return self.executor.execute(run, cell, inputs)
 
     def pull(self, request):
         """``POST /v1/execute-manifest`` and ``/execute``: inputs and bundle go by signed URLs."""
         check_protocol(request.headers)
         with self.runs.admitted() as run:
-            body = BoundedBuffer(MAX_METADATA, "The manifest")
-            for data in iter(request.body.read, b""):
-                body.write(data)
-            manifest = parse_manifest(parse_json_object(bytes(body.data), "The manifest"))
+            manifest = parse_manifest(read_json_object(request.body, "The manifest"))
             run.build_id = manifest.cell.build_id
             run.trace = trace_context(request.headers) or manifest.trace
             with execution_span(run.trace):
                 return json_response(200, Pull(self.fetcher, self.executor, run, manifest).run_it())
 
+    def cached(self, request):
+        """``POST /v1/mount-cache/cached``: how much of each mount a server lists is here already."""
+        return json_response(
+            200, {"cached_bytes": cached_bytes(self.settings, read_json_object(request.body, "The probe"))}
+        )
+
     def cancel(self, request, build_id):
         return json_response(200, {"build_id": build_id, "cancelled": self.runs.cancel(build_id)})
+
+
+def read_json_object(body, what):
+    buffer = BoundedBuffer(MAX_METADATA, what)
+    for data in iter(body.read, b""):
+        buffer.write(data)
+    return parse_json_object(bytes(buffer.data), what)
 
 
 def trace_context(headers):
@@ -4094,14 +5611,27 @@ def check_protocol(headers):
     check_version("X-Strata-Executor-Protocol", version, PROTOCOL)
 
 
-def staged(spec, path, find):
+def staged(run, spec, path, find):
     """What the harness is told of an input whose file is at ``path``."""
     if spec.content_type == "file/path":
         path = named(path, spec.file)
+    if spec.content_type == "dir/tar":
+        path = unpacked(run, spec, path)
     told = {"content_type": spec.content_type, "file": "/".join(path.parts[path.parts.index("inputs") :])}
     if spec.injected:
-        told["injected"] = {name: staged(inner, find(inner), find) for name, inner in spec.injected.items()}
+        told["injected"] = {name: staged(run, inner, find(inner), find) for name, inner in spec.injected.items()}
     return told
+
+
+def unpacked(run, spec, path):
+    """The folder of a ``dir/tar`` input, named after its file."""
+    folder = Path(str(path) + ".d", spec.file.removesuffix(".tar"))
+    try:
+        if not folder.exists():  # two inputs may name one part
+            unpack_folder(path, folder, run.check)
+    except ValueError as problem:
+        raise bad_request("input %r: %s" % (spec.name, problem)) from None
+    return folder
 
 
 def named(path, name):
@@ -4160,9 +5690,13 @@ class Handshake:
     def request(self):
         target = (self.url.path or "/") + ("?" + self.url.query if self.url.query else "")
         headers = [
-            ("Host", self.url.netloc), ("User-Agent", "strata-worker/" + __version__),
-            ("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Version", "13"),
-            ("Sec-WebSocket-Key", self.key), ("Sec-WebSocket-Protocol", SUBPROTOCOL),
+            ("Host", self.url.netloc),
+            ("User-Agent", "strata-worker/" + __version__),
+            ("Upgrade", "websocket"),
+            ("Connection", "Upgrade"),
+            ("Sec-WebSocket-Version", "13"),
+            ("Sec-WebSocket-Key", self.key),
+            ("Sec-WebSocket-Protocol", SUBPROTOCOL),
         ]
         if self.token:
             headers.append(("Authorization", "Bearer " + self.token))
@@ -4190,7 +5724,8 @@ class Handshake:
         if isinstance(event, h11.Response):
             final = 400 <= event.status_code < 500 and event.status_code not in (408, 429)
             self.refusal = (RelayRefused if final else Disconnected)(
-                "it answered %d %s" % (event.status_code, event.reason.decode("latin-1")))
+                "it answered %d %s" % (event.status_code, event.reason.decode("latin-1"))
+            )
         elif isinstance(event, h11.Data):
             self.detail += event.data
         if isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)) or len(self.detail) > 300:
@@ -4839,9 +6374,13 @@ def wsgi_call(answer, environ, start_response):
 def wsgi_request(environ):
     """The Request of an environ, whose path was decoded: it is encoded again, for the routes to decode."""
     fields = [(name[5:].replace("_", "-"), value) for name, value in environ.items() if name.startswith("HTTP_")]
-    fields += [(name.replace("_", "-"), environ[name]) for name in ("CONTENT_TYPE", "CONTENT_LENGTH") if environ.get(name)]
+    fields += [
+        (name.replace("_", "-"), environ[name]) for name in ("CONTENT_TYPE", "CONTENT_LENGTH") if environ.get(name)
+    ]
     path = urllib.parse.quote(environ.get("PATH_INFO", "").encode("latin-1"), safe="/:@!$&'()*+,;=~")
-    return Request(environ["REQUEST_METHOD"], path, environ.get("QUERY_STRING", ""), Headers(fields), WSGIInput(environ))
+    return Request(
+        environ["REQUEST_METHOD"], path, environ.get("QUERY_STRING", ""), Headers(fields), WSGIInput(environ)
+    )
 
 
 class WSGIInput:
@@ -4910,11 +6449,15 @@ def parse_arguments(argv):
     )
     parser.add_argument("--version", action="version", version="strata-worker " + __version__)
     parser.add_argument(
-        "--print-env-path", metavar="PYTHON", help="print <interpreter>/<platform> of this Python, as a registry of environments names it, and end",
+        "--print-env-path",
+        metavar="PYTHON",
+        help="print <interpreter>/<platform> of this Python, as a registry of environments names it, and end",
     )
     for field in dataclasses.fields(Settings):
         if field.metadata["flag"]:
-            parser.add_argument(field.metadata["flag"], dest=field.name, metavar="X", help=field.metadata["doc"].replace("%", "%%"))
+            parser.add_argument(
+                field.metadata["flag"], dest=field.name, metavar="X", help=field.metadata["doc"].replace("%", "%%")
+            )
     return vars(parser.parse_args(argv))
 
 
@@ -4929,6 +6472,8 @@ def print_env_path(python):
 
 def main(argv=None):
     """The command ``strata-worker``. Returns the exit code."""
+    if (sys.argv[1:] if argv is None else argv) == ["--mount-helper"]:
+        mount_helper()  # does not return
     given = parse_arguments(argv)
     python = given.pop("print_env_path")
     if python:
@@ -4938,7 +6483,8 @@ def main(argv=None):
     except ValueError as problem:
         sys.exit("strata-worker: %s" % problem)
     logging.basicConfig(
-        level=worker.settings.log_level.upper(), stream=sys.stderr,
+        level=worker.settings.log_level.upper(),
+        stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(message)s",
     )
     hide_secrets(os.environ)
@@ -4957,7 +6503,12 @@ def warn_of_exposure(settings):
         log.warning("anyone who can reach %s can run code here: set STRATA_WORKER_TOKEN", settings.bind_host)
     elif exposed and settings.tls_cert is None:
         log.warning("anyone on the way can read the token: serve https with --tls-cert and --tls-key")
-    if settings.connect and settings.connect_token and settings.connect.startswith("ws:") and not is_loopback(urllib.parse.urlsplit(settings.connect).hostname):
+    if (
+        settings.connect
+        and settings.connect_token
+        and settings.connect.startswith("ws:")
+        and not is_loopback(urllib.parse.urlsplit(settings.connect).hostname)
+    ):
         log.warning("anyone on the way to the relay can read the tokens: connect by wss://")
 
 

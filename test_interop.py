@@ -1,15 +1,15 @@
 """Tests with real peers: the Strata server, strata-pool, object stores. All on loopback.
 
-    Peers            where they come from: environments made once, processes ended by pid
-    Notebook         a real notebook, run by the real server here, there and by turns
-    Signed           the same over the pull model, from a live server
-    Pool             strata-pool with a backend that starts this worker
-    R environments   renv and its libraries
-    Lock keys        the worker's own computation beside the server's
-    Stores           presigned URLs of S3, Azure and Google Cloud storage
-    R                harness.R, run as the worker runs it
-    Relay            the codec by itself, then a worker before relays on the websockets package
-    Listening        the other ways in, each on a real worker
+Peers            where they come from: environments made once, processes ended by pid
+Notebook         a real notebook, run by the real server here, there and by turns
+Signed           the same over the pull model, from a live server
+Pool             strata-pool with a backend that starts this worker
+R environments   renv and its libraries
+Lock keys        the worker's own computation beside the server's
+Stores           presigned URLs of S3, Azure and Google Cloud storage
+R                harness.R, run as the worker runs it
+Relay            the codec by itself, then a worker before relays on the websockets package
+Listening        the other ways in, each on a real worker
 """
 
 import base64
@@ -35,6 +35,7 @@ import sys
 import tarfile
 import threading
 import time
+import urllib.parse
 import urllib.request
 import warnings
 from pathlib import Path
@@ -48,8 +49,29 @@ from websockets.protocol import Protocol, SERVER
 from websockets.sync.server import serve
 
 import strata_worker
-from test_worker import Bundle, Peer, WorkerProcess, eventually, need
-from strata_worker import BINARY, CLOSE, Disconnected, FileSlice, FrameError, FrameReader, Handshake, PING, PONG, Relay, RelayRefused, Response, TEXT, WorkerError, error_response, frame, json_response, masked
+from test_worker import Bundle, Peer, WorkerProcess, eventually, mounted, need, processes_of
+from strata_worker import (
+    BINARY,
+    CLOSE,
+    Disconnected,
+    FileSlice,
+    FrameError,
+    FrameReader,
+    Handshake,
+    MountCache,
+    PING,
+    PONG,
+    Relay,
+    RelayRefused,
+    Response,
+    Store,
+    TEXT,
+    WorkerError,
+    error_response,
+    frame,
+    json_response,
+    masked,
+)
 
 # ---------------------------------------------------------------------------------------
 # Peers: where they come from
@@ -71,7 +93,9 @@ def new_python():
         found = [shutil.which("python3.%d" % minor), *Path.home().glob(".pyenv/versions/3.%d.*/bin/python" % minor)]
         for python in filter(None, found):
             with contextlib.suppress(OSError, subprocess.CalledProcessError):
-                done = subprocess.run([python, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True, check=True)
+                done = subprocess.run(
+                    [python, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True, check=True
+                )
                 return done.stdout.strip()
     return None
 
@@ -84,7 +108,16 @@ def strata():
     folder = CACHE / "strata-notebook-0.11"
     if not (folder / "complete").exists():
         run(uv(), "venv", "--quiet", "--clear", "--python", python, folder)
-        run(uv(), "pip", "install", "--quiet", "--python", folder / "bin" / "python", "strata-notebook==0.11.*", "strata-pool==0.11.*")
+        run(
+            uv(),
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            folder / "bin" / "python",
+            "strata-notebook==0.11.*",
+            "strata-pool==0.11.*",
+        )
         (folder / "complete").touch()
     return folder
 
@@ -197,7 +230,14 @@ def make_notebook(folder, cells, worker=None, transport="direct", local=()):
         toml += ["[[cells]]", 'id = "%s"' % name, 'file = "%s.py"' % name, 'language = "python"', "order = %d" % order]
         toml += ['worker = "local"'] if name in local else []
     if worker:
-        toml += ["[[workers]]", 'name = "remote"', 'backend = "executor"', "[workers.config]", 'url = "%s"' % worker, 'transport = "%s"' % transport]
+        toml += [
+            "[[workers]]",
+            'name = "remote"',
+            'backend = "executor"',
+            "[workers.config]",
+            'url = "%s"' % worker,
+            'transport = "%s"' % transport,
+        ]
     (folder / "notebook.toml").write_text("\n".join(toml) + "\n")
     (folder / "pyproject.toml").write_text(PYPROJECT % versions())
     return folder
@@ -215,7 +255,10 @@ def run_notebook(strata, folder):
     """What ``strata run`` says of each cell, by its id."""
     done = subprocess.run(
         [str(strata / "bin" / "strata"), "run", str(folder), "--format", "json"],
-        env=server_environment(strata), capture_output=True, text=True, timeout=300,
+        env=server_environment(strata),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.stdout.strip(), done.stderr[-3000:]
     return {cell["id"]: cell for cell in json.loads(done.stdout)["cells"]}
@@ -257,7 +300,9 @@ def compare(folder, remote, local_run):
         assert remote[name]["status"] == cell["status"] == "ok", (name, remote[name], cell)
         assert contents(folder, remote[name]) == contents(local_folder, cell), name
         assert remote[name].get("stdout") == cell.get("stdout"), name
-        assert sorted(o["name"] for o in remote[name].get("outputs", [])) == sorted(o["name"] for o in cell.get("outputs", [])), name
+        assert sorted(o["name"] for o in remote[name].get("outputs", [])) == sorted(
+            o["name"] for o in cell.get("outputs", [])
+        ), name
 
 
 def test_a_notebook_gives_cell_for_cell_what_it_gives_on_a_local_run(strata, notebooks, local_run, interop_worker):
@@ -296,11 +341,16 @@ def server(strata, notebooks):
     """The URL of a live server in personal mode."""
     port = free_port()
     env = {
-        **server_environment(strata), "STRATA_PORT": str(port), "STRATA_HOST": "127.0.0.1",
-        "STRATA_CACHE_DIR": str(notebooks / "cache"), "STRATA_ARTIFACT_DIR": str(notebooks / "artifacts"),
+        **server_environment(strata),
+        "STRATA_PORT": str(port),
+        "STRATA_HOST": "127.0.0.1",
+        "STRATA_CACHE_DIR": str(notebooks / "cache"),
+        "STRATA_ARTIFACT_DIR": str(notebooks / "artifacts"),
     }
     url = "http://127.0.0.1:%d" % port
-    with serving([strata / "bin" / "strata-notebook", "--notebook-dir", notebooks], url + "/health", env=env, cwd=notebooks):
+    with serving(
+        [strata / "bin" / "strata-notebook", "--notebook-dir", notebooks], url + "/health", env=env, cwd=notebooks
+    ):
         yield url
 
 
@@ -319,8 +369,22 @@ def open_notebook(server, folder):
 
 def run_cell(strata, server, session, cell):
     done = subprocess.run(
-        [str(strata / "bin" / "strata"), "cell", "run", "--server", server, "--session", session, cell, "--format", "json"],
-        env=server_environment(strata), capture_output=True, text=True, timeout=200,
+        [
+            str(strata / "bin" / "strata"),
+            "cell",
+            "run",
+            "--server",
+            server,
+            "--session",
+            session,
+            cell,
+            "--format",
+            "json",
+        ],
+        env=server_environment(strata),
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.stdout.strip(), done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -328,7 +392,9 @@ def run_cell(strata, server, session, cell):
 
 def test_the_notebook_runs_over_signed_urls(strata, notebooks, server, interop_worker):
     """A last cell that needs every other: the server runs them all, each as a signed build."""
-    reads = {name: re.match(r"seen_\w+", source).group() for name, source in CELLS.items() if source.startswith("seen_")}
+    reads = {
+        name: re.match(r"seen_\w+", source).group() for name, source in CELLS.items() if source.startswith("seen_")
+    }
     cells = {**CELLS, "all": "import hashlib, json\nseen = [%s]\nprint(json.dumps(seen))" % ", ".join(reads.values())}
     session = open_notebook(server, make_notebook(notebooks / "signed", cells, interop_worker.worker.url, "signed"))
     answer = run_cell(strata, server, session, "all")
@@ -343,7 +409,9 @@ def test_the_notebook_runs_over_signed_urls(strata, notebooks, server, interop_w
 
 
 def test_signed_cells_that_fail_are_told_apart(strata, notebooks, server, interop_worker):
-    session = open_notebook(server, make_notebook(notebooks / "signed-trouble", TROUBLE, interop_worker.worker.url, "signed"))
+    session = open_notebook(
+        server, make_notebook(notebooks / "signed-trouble", TROUBLE, interop_worker.worker.url, "signed")
+    )
     answers = {name: run_cell(strata, server, session, name) for name in ("raising", "crash", "after")}
     assert [answer["status"] for answer in answers.values()] == ["error", "error", "ok"]
     assert "boom" in answers["raising"]["error"]
@@ -429,7 +497,9 @@ def peer():
 
 def run_pool(strata, tmp_path, manifests):
     command = [sys.executable, str(Path(__file__).resolve().parent / "strata_worker.py")]
-    done = run(strata / "bin" / "python", "-c", POOL, json.dumps(command), tmp_path / "pool.sqlite", json.dumps(manifests))
+    done = run(
+        strata / "bin" / "python", "-c", POOL, json.dumps(command), tmp_path / "pool.sqlite", json.dumps(manifests)
+    )
     return {line["name"]: line for line in map(json.loads, done.splitlines())}
 
 
@@ -470,14 +540,23 @@ def r_lock(tmp_path_factory):
     for name, version, needs in (("betaone", "0.2.0", ""), ("alphaone", "1.0.1", "Imports: betaone\n")):
         package = folder / name
         package.mkdir()
-        (package / "DESCRIPTION").write_text("Package: %s\nVersion: %s\nTitle: T\nDescription: D.\nAuthor: A\nMaintainer: A <a@b.c>\nLicense: none\n%s" % (name, version, needs))
+        (package / "DESCRIPTION").write_text(
+            "Package: %s\nVersion: %s\nTitle: T\nDescription: D.\nAuthor: A\nMaintainer: A <a@b.c>\nLicense: none\n%s"
+            % (name, version, needs)
+        )
         (package / "NAMESPACE").write_text("export(hello)\n")
         (package / "hello.R").parent.joinpath("R").mkdir()
         (package / "R" / "hello.R").write_text('hello <- function() "from %s"\n' % name)
         run("R", "CMD", "build", package, cwd=contrib)
     run("Rscript", "-e", 'tools::write_PACKAGES("%s", type = "source")' % contrib)
     packages = {
-        "alphaone": {"Package": "alphaone", "Version": "1.0.1", "Source": "Repository", "Repository": "LOCAL", "Requirements": ["betaone"]},
+        "alphaone": {
+            "Package": "alphaone",
+            "Version": "1.0.1",
+            "Source": "Repository",
+            "Repository": "LOCAL",
+            "Requirements": ["betaone"],
+        },
         "betaone": {"Package": "betaone", "Version": "0.2.0", "Source": "Repository", "Repository": "LOCAL"},
         "renv": {"Package": "renv", "Version": "99.0.0", "Source": "Repository", "Repository": "LOCAL"},
     }
@@ -523,10 +602,22 @@ def test_an_r_library_is_fetched_from_the_registry_when_it_is_whole(tmp_path, pe
     library.mkdir()
     contrib = json.loads(r_lock["lockfile"])["R"]["Repositories"][0]["URL"][len("file://") :] + "/src/contrib"
     path = "/r/%s/%s/%s" % (r_lock["key"], version, platform)
-    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "STRATA_WORKER_ENV_REGISTRY_URL": peer.url, "STRATA_WORKER_ALLOW_LOCAL_HOSTS": "1"}
+    env = {
+        "STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"),
+        "STRATA_WORKER_ENV_REGISTRY_URL": peer.url,
+        "STRATA_WORKER_ALLOW_LOCAL_HOSTS": "1",
+    }
     with WorkerProcess(**env) as client:
         for package in ("betaone_0.2.0", "alphaone_1.0.1"):
-            run("R", "CMD", "INSTALL", "--no-docs", "--library=%s" % library, "%s/%s.tar.gz" % (contrib, package), env={**os.environ, "R_LIBS": str(library)})
+            run(
+                "R",
+                "CMD",
+                "INSTALL",
+                "--no-docs",
+                "--library=%s" % library,
+                "%s/%s.tar.gz" % (contrib, package),
+                env={**os.environ, "R_LIBS": str(library)},
+            )
             peer.blobs[path] = packed_folder(library)
             answer = client.execute(HELLO, language="r", environment=r_lock)
             if package.startswith("betaone"):
@@ -547,7 +638,10 @@ def packed_folder(folder):
     return box.getvalue()
 
 
-@pytest.mark.parametrize("change, reason", [({"key": "0" * 64}, "not the key"), ({"lockfile": "{"}, "not JSON"), ({"lockfile": None}, "missing")])
+@pytest.mark.parametrize(
+    "change, reason",
+    [({"key": "0" * 64}, "not the key"), ({"lockfile": "{"}, "not JSON"), ({"lockfile": None}, "missing")],
+)
 def test_an_r_lock_that_cannot_be_restored_is_500_with_the_reason(interop_worker, r_lock, change, reason):
     answer = interop_worker.execute("x <- 1", language="r", environment={**r_lock, **change})
     assert answer.status == 500 and reason in answer.json["error"]
@@ -564,11 +658,26 @@ PROJECTS = {
     "markers": {"": ("six; python_version < '3.13'", "colorama; sys_platform == 'win32'")},
     "dev group": {"": ("six",), "more": '[dependency-groups]\ndev = ["iniconfig"]\nlint = ["packaging"]\n'},
     "own extras": {"": ("six",), "more": '[project.optional-dependencies]\nfast = ["idna"]\n'},
-    "sources": {"": ("six",), "more": '[tool.uv]\nconstraint-dependencies = ["six<2"]\noverride-dependencies = ["six==1.16.0"]\n'},
-    "workspace": {"": ("member",), "more": '[tool.uv.sources]\nmember = { workspace = true }\n[tool.uv.workspace]\nmembers = ["member"]\n', "member": True},
-    "workspace editable": {"": ("member",), "build": True, "more": '[tool.uv.sources]\nmember = { workspace = true }\n[tool.uv.workspace]\nmembers = ["member"]\n', "member": True},
+    "sources": {
+        "": ("six",),
+        "more": '[tool.uv]\nconstraint-dependencies = ["six<2"]\noverride-dependencies = ["six==1.16.0"]\n',
+    },
+    "workspace": {
+        "": ("member",),
+        "more": '[tool.uv.sources]\nmember = { workspace = true }\n[tool.uv.workspace]\nmembers = ["member"]\n',
+        "member": True,
+    },
+    "workspace editable": {
+        "": ("member",),
+        "build": True,
+        "more": '[tool.uv.sources]\nmember = { workspace = true }\n[tool.uv.workspace]\nmembers = ["member"]\n',
+        "member": True,
+    },
     "path": {"": ("member",), "more": '[tool.uv.sources]\nmember = { path = "member" }\n', "member": True},
-    "conflicts": {"": (), "more": '[project.optional-dependencies]\na = ["six==1.16.0"]\nb = ["six==1.17.0"]\n[tool.uv]\nconflicts = [[{ extra = "a" }, { extra = "b" }]]\n'},
+    "conflicts": {
+        "": (),
+        "more": '[project.optional-dependencies]\na = ["six==1.16.0"]\nb = ["six==1.17.0"]\n[tool.uv]\nconflicts = [[{ extra = "a" }, { extra = "b" }]]\n',
+    },
     "empty": {"": ()},
 }
 BUILD = '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
@@ -577,7 +686,9 @@ BUILD = '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.bu
 def lock_project(folder, name, project):
     head = '[project]\nname = "%s"\nversion = "0.1.0"\nrequires-python = ">=3.9"\ndependencies = %s\n'
     folder.mkdir(parents=True)
-    (folder / "pyproject.toml").write_text(head % (name, json.dumps(list(project[""]))) + project.get("more", "") + (BUILD if project.get("build") else ""))
+    (folder / "pyproject.toml").write_text(
+        head % (name, json.dumps(list(project[""]))) + project.get("more", "") + (BUILD if project.get("build") else "")
+    )
     if project.get("member"):
         (folder / "member").mkdir()
         (folder / "member" / "pyproject.toml").write_text(head % ("member", '["six"]') + BUILD)
@@ -588,7 +699,10 @@ def lock_project(folder, name, project):
 def test_a_locks_key_is_the_one_the_server_computes(strata, tmp_path):
     if sys.version_info < (3, 11):
         pytest.importorskip("tomli")
-    locks = {name: lock_project(tmp_path / name.replace(" ", "-"), "a-notebook", project) for name, project in PROJECTS.items()}
+    locks = {
+        name: lock_project(tmp_path / name.replace(" ", "-"), "a-notebook", project)
+        for name, project in PROJECTS.items()
+    }
     program = "import json, sys; from strata.notebook.env import uv_lock_key; print(json.dumps({n: uv_lock_key(t) for n, t in json.load(open(sys.argv[1])).items()}))"
     (tmp_path / "locks.json").write_text(json.dumps(locks))
     theirs = json.loads(run(strata / "bin" / "python", "-c", program, tmp_path / "locks.json"))
@@ -607,7 +721,9 @@ class S3:
     def __init__(self, url):
         import boto3
 
-        self.client = boto3.client("s3", endpoint_url=url, aws_access_key_id="k", aws_secret_access_key="s", region_name="us-east-1")
+        self.client = boto3.client(
+            "s3", endpoint_url=url, aws_access_key_id="k", aws_secret_access_key="s", region_name="us-east-1"
+        )
         self.client.create_bucket(Bucket="bucket")
 
     def input(self, name, data):
@@ -638,7 +754,14 @@ class Azure:
         from azure.storage.blob import BlobSasPermissions, generate_blob_sas
 
         expiry = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(hours=1)
-        sas = generate_blob_sas(self.ACCOUNT, "container", name, account_key=self.KEY, permission=BlobSasPermissions(**permissions), expiry=expiry)
+        sas = generate_blob_sas(
+            self.ACCOUNT,
+            "container",
+            name,
+            account_key=self.KEY,
+            permission=BlobSasPermissions(**permissions),
+            expiry=expiry,
+        )
         return "%s/container/%s?%s" % (self.url, name, sas)
 
     def input(self, name, data):
@@ -646,7 +769,11 @@ class Azure:
         return self.signed(name, read=True)
 
     def output(self, name):
-        return {"url": self.signed(name, create=True, write=True), "method": "PUT", "headers": {"x-ms-blob-type": "BlockBlob"}}
+        return {
+            "url": self.signed(name, create=True, write=True),
+            "method": "PUT",
+            "headers": {"x-ms-blob-type": "BlockBlob"},
+        }
 
     def read(self, name):
         return self.container.download_blob(name).readall()
@@ -663,7 +790,9 @@ class GoogleCloud:
         return "%s/bucket/%s?X-Goog-Algorithm=GOOG4-RSA-SHA256&X-Goog-Signature=00" % (self.url, name)
 
     def input(self, name, data):
-        request = urllib.request.Request(self.signed(name), data, {"Content-Type": "application/octet-stream"}, method="PUT")
+        request = urllib.request.Request(
+            self.signed(name), data, {"Content-Type": "application/octet-stream"}, method="PUT"
+        )
         urllib.request.urlopen(request).close()
         return self.signed(name)
 
@@ -684,7 +813,11 @@ def program(name):
 STORES = {
     "S3": (S3, "moto_server", ["-H", "127.0.0.1", "-p"]),
     "Azure": (Azure, "azurite-blob", ["--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--blobPort"]),
-    "GoogleCloud": (GoogleCloud, "gcp-storage-emulator", ["start", "--host=127.0.0.1", "--in-memory", "--default-bucket=bucket", "--port"]),
+    "GoogleCloud": (
+        GoogleCloud,
+        "gcp-storage-emulator",
+        ["start", "--host=127.0.0.1", "--in-memory", "--default-bucket=bucket", "--port"],
+    ),
 }
 
 
@@ -714,6 +847,334 @@ def test_a_store_that_says_no_is_502_with_its_status_and_no_signature(store, pee
     answer = interop_worker.manifest(manifest)
     assert answer.status == 502 and re.search(r"'x'.*40[34]", answer.json["detail"])
     assert "ignature" not in answer.json["detail"] and "sig=" not in answer.json["detail"]
+
+
+# ---------------------------------------------------------------------------------------
+# Mounts: the whole way, on S3, Azure and Google Cloud storage
+# ---------------------------------------------------------------------------------------
+
+
+def mount_on(store, path, name="data", mode="ro", **options):
+    """A mount of what the ``store`` of test_interop.py holds below ``path``."""
+    kind = type(store).__name__
+    if kind == "S3":
+        uri = "s3://bucket"
+        own = {"key": "k", "secret": "s", "endpoint_url": store.client.meta.endpoint_url}
+    elif kind == "Azure":
+        uri = "az://container"
+        own = {
+            "connection_string": "AccountName=%s;AccountKey=%s;BlobEndpoint=%s" % (store.ACCOUNT, store.KEY, store.url)
+        }
+    else:
+        uri, own = "gs://bucket", {"token": "anon", "endpoint_url": store.url}
+    return mounted("%s/%s" % (uri, path), name, mode=mode, options={**own, **options})
+
+
+@pytest.fixture(scope="module")
+def mounting(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("mount-cache")
+    with WorkerProcess(STRATA_NOTEBOOK_MOUNT_CACHE_DIR=str(cache), STRATA_WORKER_STALL_SECONDS="5") as client:
+        client.cache = cache
+        yield client
+
+
+@pytest.fixture
+def prefix(request):
+    return hashlib.sha256(request.node.name.encode()).hexdigest()[:8]
+
+
+LIST = "seen = {str(p.relative_to(data)): p.read_text() for p in data.rglob('*') if p.is_file()}"
+
+
+def test_a_read_only_mount_is_a_folder_and_is_fetched_once(store, mounting, prefix):
+    names = ["a.txt", "sub/deep er/ü+&.txt"]
+    for name in names:
+        store.input(
+            "%s/%s" % (prefix, urllib.parse.quote(name) if type(store).__name__ == "GoogleCloud" else name),
+            name.encode(),
+        )
+    store.input(prefix + "-beside/x", b"not in it")
+    mount = mount_on(store, prefix)
+    for moved in (sum(len(name.encode()) for name in names[:2]), 0):
+        bundle = mounting.run(LIST, mounts=[mount])
+        assert bundle.json("seen") == {"a.txt": "a.txt", "sub/deep er/ü+&.txt": "sub/deep er/ü+&.txt"}
+        assert bundle.manifest["mount_bytes"] == {"data": moved} and bundle.manifest["mount_writes"] == []
+
+
+def test_an_object_that_changed_is_fetched_again_be_it_of_the_same_size_and_second(store, mounting, prefix):
+    for content in (b"one", b"two", b"six"):
+        store.input(prefix + "/f", content) if not hasattr(store, "container") else store.container.upload_blob(
+            prefix + "/f", content, overwrite=True
+        )
+        bundle = mounting.run(LIST, mounts=[mount_on(store, prefix)])
+        assert bundle.json("seen") == {"f": content.decode()} and bundle.manifest["mount_bytes"] == {"data": 3}
+
+
+def test_a_cell_that_writes_to_a_read_only_mount_or_to_the_cache_spoils_it_for_nobody(store, mounting, prefix):
+    store.input(prefix + "/f", b"good")
+    mounts = [mount_on(store, prefix)]
+    mounting.run("import os\nos.chmod(data / 'f', 0o600)\n(data / 'f').write_text('evil')", mounts=mounts)
+    assert mounting.run(LIST, mounts=mounts).json("seen") == {"f": "good"}
+    evil = (
+        "import pathlib\nfor p in pathlib.Path(%r).rglob('*'):\n    if p.is_file() and p.suffix != '.json': p.write_text('evil')"
+        % str(mounting.cache)
+    )
+    mounting.run(evil)
+    assert mounting.run(LIST, mounts=mounts).json("seen") == {"f": "good"}
+
+
+def test_a_writable_mount_is_written_back_where_it_changed(store, mounting, prefix):
+    # Large enough for several parts; the Google emulator stalls on uploads in parts.
+    size = 300_000 if type(store).__name__ == "GoogleCloud" else 20 * 2**20 + 1
+    for name in ("same", "touched", "changed", "gone"):
+        store.input("%s/%s" % (prefix, name), b"old")
+    source = (
+        "import os\n(data / 'touched').write_text('old')\n(data / 'changed').write_text('new')\n(data / 'gone').unlink()\n"
+        "(data / 'a b').mkdir()\n(data / 'a b' / 'ž').write_text('made')\nos.symlink('/etc/passwd', data / 'link')\n"
+        "(data / 'big.gz').write_bytes(b'x' * %d)"
+    ) % size
+    mount = mount_on(store, prefix, mode="rw")
+    bundle = mounting.run(source, mounts=[mount])
+    big = b"x" * size
+    files = [
+        {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for path, data in (("a b/ž", b"made"), ("big.gz", big), ("changed", b"new"))
+    ]
+    assert bundle.manifest["mount_writes"] == [{"mount": "data", "uri": mount["uri"], "files": files}]
+    assert bundle.manifest["mount_bytes"] == {"data": 12}
+    assert [store.read("%s/%s" % (prefix, name)) for name in ("changed", "same", "gone", "big.gz")] == [
+        b"new",
+        b"old",
+        b"old",
+        big,
+    ]
+    assert "'link' is left out" in bundle.stderr
+    source = "seen = [len((data / 'big.gz').read_bytes()), (data / 'a b' / 'ž').read_text()]"  # over several parts
+    assert mounting.run(source, mounts=[mount_on(store, prefix)]).json("seen") == [size, "made"]
+
+
+def test_a_change_under_an_old_mtime_is_noticed(store, mounting, prefix):
+    store.input(prefix + "/f", b"old")
+    source = "import os\nold = os.stat(data / 'f')\n(data / 'f').write_text('new')\nos.utime(data / 'f', ns=(old.st_atime_ns, old.st_mtime_ns))"
+    mounting.run(source, mounts=[mount_on(store, prefix, mode="rw")])
+    assert store.read(prefix + "/f") == b"new"
+
+
+def test_a_failed_cell_writes_nothing_back(store, mounting, prefix):
+    store.input(prefix + "/f", b"old")
+    bundle = mounting.execute(
+        "(data / 'f').write_text('new')\nraise ValueError('x')", mounts=[mount_on(store, prefix, mode="rw")]
+    ).bundle
+    assert bundle.manifest["mount_writes"] == [] and store.read(prefix + "/f") == b"old"
+
+
+def test_a_prefix_without_objects_is_an_empty_folder_that_can_be_filled(store, mounting, prefix):
+    bundle = mounting.run(
+        "seen = list(data.iterdir())\n(data / 'first').write_text('1')", mounts=[mount_on(store, prefix, mode="rw")]
+    )
+    assert bundle.json("seen") == [] and store.read(prefix + "/first") == b"1"
+
+
+def test_a_mount_of_one_object_is_a_folder_that_holds_it(store, mounting, prefix):
+    store.input(prefix + "/one.txt", b"only")
+    store.input(prefix + "/two.txt", b"other")
+    bundle = mounting.run(
+        LIST + "\n(data / 'one.txt').write_text('new')", mounts=[mount_on(store, prefix + "/one.txt", mode="rw")]
+    )
+    assert bundle.json("seen") == {"one.txt": "only"} and store.read(prefix + "/one.txt") == b"new"
+
+
+def test_a_name_that_is_a_file_and_a_folder_is_refused(store, mounting, prefix):
+    if type(store).__name__ == "GoogleCloud":
+        pytest.skip("this emulator keeps objects as files")
+    for name in ("f", "f/x"):
+        store.input("%s/%s" % (prefix, name), b"x")
+    answer = mounting.execute("x = 1", mounts=[mount_on(store, prefix)])
+    assert answer.status == 500 and "'f'" in answer.json["error"] and "'data'" in answer.json["error"]
+
+
+def test_a_missing_bucket_is_said(store, mounting):
+    mount = mount_on(store, "x")
+    mount["uri"] = mount["uri"].replace("//bucket", "//nowhere-1").replace("//container", "//nowhere-1")
+    answer = mounting.execute("x = 1", mounts=[mount])
+    assert answer.status == 500 and "nowhere-1" in answer.json["error"], answer.body
+
+
+def test_several_mounts_come_at_once_each_with_its_own_options(store, mounting, prefix):
+    store.input(prefix + "/a/f", b"a")
+    store.input(prefix + "/b/f", b"b")
+    mounts = [mount_on(store, prefix + "/a", "left"), mount_on(store, prefix + "/b", "right", "rw")]
+    source = "seen = [(left / 'f').read_text(), (right / 'f').read_text()]"
+    assert mounting.run(source, mounts=mounts).json("seen") == ["a", "b"]
+
+
+def test_the_probe_answers_what_is_here_and_null_for_what_it_cannot_tell(store, mounting, prefix):
+    for name in ("a", "b"):
+        store.input("%s/%s" % (prefix, name), b"12345")
+    mount = mount_on(store, prefix)
+    mounting.run("x = 1", mounts=[mount])
+    store.input(prefix + "/c", b"123")
+    whole = "%s/%s" % (mount["uri"].split("://")[1].split("/")[0], prefix)
+    now = time.strftime("%Y-%m-%d %H:%M:%S+00:00", time.gmtime())
+    record = [
+        {"key": "%s/%s" % (whole, name), "name": "", "etag": "", "mtime": now, "size": size}
+        for name, size in (("a", 5), ("b", 5), ("c", 3))
+    ]
+    probe = {
+        "mounts": [
+            {
+                "spec": mount,
+                "entries": [{**entry, "etag": etag_of(mounting, store, mount, entry["key"])} for entry in record],
+            },
+            {"spec": {**mount, "mode": "rw"}, "entries": record},
+            {"spec": {**mount, "credential": "nowhere"}, "entries": record},
+            {"spec": mount, "entries": [{"key": record[0]["key"], "size": 5, "etag": "", "mtime": ""}]},
+            {"spec": mount, "entries": "junk"},
+            {"spec": None, "entries": []},
+            {"spec": mount, "entries": []},
+        ]
+    }
+    answer = mounting.request("POST", "/v1/mount-cache/cached", json.dumps(probe).encode())
+    assert answer.status == 200 and answer.json == {"cached_bytes": [10, None, None, None, None, None, 0]}
+
+
+def etag_of(mounting, store, mount, key):
+    """The version that the cache noted; what fsspec lists as an object's etag."""
+    loaded = settings(strata_notebook_mount_cache_dir=str(mounting.cache))
+    scope = Store(loaded, strata_worker.parse_mount(mount)).scope
+    record = MountCache(*strata_worker.cache_settings(loaded)).record(scope, key)
+    return '"%s"' % record["version"] if record else "other"
+
+
+def test_a_cancel_ends_a_transfer_at_once_and_leaves_no_process(mounting):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+        mount = mounted(
+            options={"key": "k", "secret": "s3cret", "endpoint_url": "http://127.0.0.1:%d" % silent.getsockname()[1]}
+        )
+        answers = []
+        thread = threading.Thread(
+            target=lambda: answers.append(mounting.execute("x = 1", build_id="m1", mounts=[mount]))
+        )
+        thread.start()
+        helpers = lambda: [line for _, line in processes_of(mounting.worker.process.pid) if "--mount-helper" in line]  # noqa: E731
+        silent.settimeout(20)
+        silent.accept()[0].close()
+        assert "s3cret" not in str(helpers())
+        began = time.monotonic()
+        assert mounting.cancel("m1")["cancelled"]
+        thread.join()
+        assert time.monotonic() - began < 2 and answers[0].status == 409
+        eventually(lambda: not helpers(), "the helper is gone")
+
+
+def test_a_wrong_secret_is_an_error_that_does_not_show_it(store, mounting):
+    if type(store).__name__ != "Azure":
+        pytest.skip("only Azurite looks at signatures")
+    wrong = "c2VjcmV0LXRoYXQtaXMtd3Jvbmc="
+    mount = mount_on(store, "p")
+    mount["options"]["connection_string"] = mount["options"]["connection_string"].replace(store.KEY, wrong)
+    answer = mounting.execute("x = 1", mounts=[mount])
+    assert answer.status == 500 and "'data'" in answer.json["error"] and wrong not in answer.json["error"]
+
+
+def test_an_anonymous_mount_needs_no_key(store, mounting, prefix):
+    store.input(prefix + "/f", b"public")
+    mount = mount_on(store, prefix)
+    if type(store).__name__ == "S3":
+        store.client.put_object_acl(Bucket="bucket", Key=prefix + "/f", ACL="public-read")
+        mount["options"] = {"anon": True, "endpoint_url": mount["options"]["endpoint_url"]}
+    elif type(store).__name__ == "Azure":
+        store.container.set_container_access_policy({}, public_access="container")
+        mount["options"] = {"account_name": store.ACCOUNT, "endpoint_url": store.url}
+    assert mounting.run(LIST, mounts=[mount]).json("seen") == {"f": "public"}
+
+
+S3_ONLY = {"S3": STORES["S3"]}
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory):
+    from test_interop import free_port, need, program, serving
+
+    kind, name, arguments = STORES["S3"]
+    need(program(name), "needs %s" % name)
+    port = free_port()
+    with serving([program(name), *arguments, port], "http://127.0.0.1:%d" % port, cwd=tmp_path_factory.mktemp("s3")):
+        yield kind("http://127.0.0.1:%d" % port)
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/../../evil", "./dot", "/absolute", "a//b", "n" * 300])
+def test_an_object_whose_name_leaves_the_folder_is_refused(s3, mounting, name, prefix):
+    s3.input("%s/%s" % (prefix, name), b"x")
+    answer = mounting.execute("x = 1", mounts=[mount_on(s3, prefix)])
+    assert answer.status == 500 and "cannot be a file" in answer.json["error"], answer.body
+
+
+def test_a_folders_own_marker_is_no_file(s3, mounting, prefix):
+    s3.input(prefix + "/", b"")
+    s3.input(prefix + "/sub/", b"")
+    s3.input(prefix + "/sub/f", b"x")
+    assert mounting.run(LIST, mounts=[mount_on(s3, prefix)]).json("seen") == {"sub/f": "x"}
+
+
+def test_a_profile_and_a_named_credential_reach_the_store(s3, prefix, tmp_path):
+    s3.input(prefix + "/f", b"x")
+    (tmp_path / "aws").write_text("[lab]\naws_access_key_id = k\naws_secret_access_key = s\n")
+    env = {
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "aws"),
+        "STRATA_NOTEBOOK_MOUNT_CACHE_DIR": str(tmp_path / "cache"),
+        "STRATA_NOTEBOOK_CREDENTIALS": json.dumps(
+            {"lab": {"profile": "lab", "endpoint_url": s3.client.meta.endpoint_url}}
+        ),
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    with WorkerProcess(**env) as client:
+        assert client.run(LIST, mounts=[mounted("s3://bucket/" + prefix, credential="lab")]).json("seen") == {"f": "x"}
+
+
+def test_the_worker_itself_never_imports_pyarrow(mounting, s3, prefix):
+    s3.input(prefix + "/f", b"x")
+    mounting.run("x = 1", mounts=[mount_on(s3, prefix)])
+    assert "pyarrow" not in Path("/proc/%d/maps" % mounting.worker.process.pid).read_text()
+
+
+def test_a_helper_ends_with_its_worker(tmp_path):
+    import subprocess
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        job = {
+            "scheme": "s3",
+            "path": "b/p",
+            "scope": "s",
+            "folder": str(tmp_path / "m"),
+            "cache": None,
+            "stall": 60,
+            "arguments": {
+                "access_key": "k",
+                "secret_key": "s",
+                "scheme": "http",
+                "endpoint_override": "127.0.0.1:%d" % silent.getsockname()[1],
+            },
+        }
+        helper = subprocess.Popen(
+            [sys.executable, strata_worker.__file__, "--mount-helper"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        helper.stdin.write(json.dumps(job).encode() + b"\n")
+        helper.stdin.flush()
+        silent.settimeout(20)
+        silent.accept()[0].close()
+        helper.stdin.close()
+        assert helper.wait(5) == 1
+        helper.stdout.close()
+
+
+def test_a_mount_and_an_output_folder_reach_an_r_cell_too(s3, mounting, prefix):
+    if "r" not in mounting.health()["capabilities"]["features"]["languages"]:
+        pytest.skip("needs R")
+    s3.input(prefix + "/f", b"from S3")
+    source = "# @output_dir out\nseen <- readLines(file.path(data, 'f'), warn = FALSE)\nwriteLines(seen, file.path(out, 'copy'))"
+    bundle = mounting.run(source, mounts=[mount_on(s3, prefix)], language="r")
+    assert bundle.files["dirs/out/copy"] == b"from S3\n"
 
 
 # ---------------------------------------------------------------------------------------
@@ -1407,17 +1868,31 @@ def messages_of(data, step=None):
 @pytest.mark.parametrize("step", [1, 2, 7, None])
 def test_messages_are_read_whatever_the_pieces_they_come_in(step):
     data = (
-        from_server(TEXT, "grüße".encode()) + from_server(PING, b"now") + from_server(BINARY, b"x" * 200)
-        + from_server(BINARY, b"y" * 70_000) + from_server(TEXT, b"") + from_server(CLOSE, b"\x03\xe8bye")
+        from_server(TEXT, "grüße".encode())
+        + from_server(PING, b"now")
+        + from_server(BINARY, b"x" * 200)
+        + from_server(BINARY, b"y" * 70_000)
+        + from_server(TEXT, b"")
+        + from_server(CLOSE, b"\x03\xe8bye")
     )
     assert messages_of(data, step) == [
-        (TEXT, "grüße"), (PING, b"now"), (BINARY, b"x" * 200), (BINARY, b"y" * 70_000), (TEXT, ""), (CLOSE, b"\x03\xe8bye"),
+        (TEXT, "grüße"),
+        (PING, b"now"),
+        (BINARY, b"x" * 200),
+        (BINARY, b"y" * 70_000),
+        (TEXT, ""),
+        (CLOSE, b"\x03\xe8bye"),
     ]
 
 
 @pytest.mark.parametrize("step", [1, 3, None])
 def test_a_ping_in_between_two_fragments_is_seen_before_the_message(step):
-    data = from_server(TEXT, b"gr\xc3", fin=False) + from_server(PING, b"p") + from_server(0, b"\xbc", fin=False) + from_server(0, b"n")
+    data = (
+        from_server(TEXT, b"gr\xc3", fin=False)
+        + from_server(PING, b"p")
+        + from_server(0, b"\xbc", fin=False)
+        + from_server(0, b"n")
+    )
     assert messages_of(data, step) == [(PING, b"p"), (TEXT, "grün")]
 
 
@@ -1533,21 +2008,24 @@ def test_a_handshake_may_come_one_byte_at_a_time_with_frames_behind_it():
     assert shake.feed(answer[-1:] + b"\x81\x00") == b"\x81\x00"
 
 
-@pytest.mark.parametrize("old, new, final", [
-    (b"ACCEPT", b"ACCEPU", False),
-    (b"Upgrade: WebSocket", b"Upgrade: h2c", False),
-    (b"keep-alive, Upgrade", b"keep-alive", False),
-    (b"\r\n\r\n", b"\r\nSec-WebSocket-Extensions: permessage-deflate\r\n\r\n", False),
-    (b"strata-worker-connect.v1", b"strata-worker-connect.v2", True),
-    (b"Sec-WebSocket-Protocol: strata-worker-connect.v1\r\n", b"", True),
-    (GOOD, b"HTTP/1.1 403 No\r\nContent-Length: 2\r\n\r\nno", True),
-    (GOOD, b"HTTP/1.1 408 Slow\r\nContent-Length: 0\r\n\r\n", False),
-    (GOOD, b"HTTP/1.1 429 Many\r\nContent-Length: 0\r\n\r\n", False),
-    (GOOD, b"HTTP/1.1 502 Bad\r\nContent-Length: 0\r\n\r\n", False),
-    (GOOD, b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", False),
-    (GOOD, b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n", False),
-    (GOOD, b"SSH-2.0-OpenSSH\r\n\r\n", False),
-])
+@pytest.mark.parametrize(
+    "old, new, final",
+    [
+        (b"ACCEPT", b"ACCEPU", False),
+        (b"Upgrade: WebSocket", b"Upgrade: h2c", False),
+        (b"keep-alive, Upgrade", b"keep-alive", False),
+        (b"\r\n\r\n", b"\r\nSec-WebSocket-Extensions: permessage-deflate\r\n\r\n", False),
+        (b"strata-worker-connect.v1", b"strata-worker-connect.v2", True),
+        (b"Sec-WebSocket-Protocol: strata-worker-connect.v1\r\n", b"", True),
+        (GOOD, b"HTTP/1.1 403 No\r\nContent-Length: 2\r\n\r\nno", True),
+        (GOOD, b"HTTP/1.1 408 Slow\r\nContent-Length: 0\r\n\r\n", False),
+        (GOOD, b"HTTP/1.1 429 Many\r\nContent-Length: 0\r\n\r\n", False),
+        (GOOD, b"HTTP/1.1 502 Bad\r\nContent-Length: 0\r\n\r\n", False),
+        (GOOD, b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", False),
+        (GOOD, b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n", False),
+        (GOOD, b"SSH-2.0-OpenSSH\r\n\r\n", False),
+    ],
+)
 def test_any_other_answer_to_the_handshake_is_final_or_not(old, new, final):
     shake, answer = handshake(GOOD.replace(old, new))
     with pytest.raises(RelayRefused if final else Disconnected):
@@ -1589,7 +2067,12 @@ class RelayPeer:
     def __init__(self, port=0, **options):
         self.sockets = queue.Queue()
         self.streams, self.numbers = {}, iter(range(1, 1000))
-        self.server = serve(self.handle, "127.0.0.1", port, **{"subprotocols": [SUBPROTOCOL], "compression": "deflate", "max_size": MIB + 4, **options})
+        self.server = serve(
+            self.handle,
+            "127.0.0.1",
+            port,
+            **{"subprotocols": [SUBPROTOCOL], "compression": "deflate", "max_size": MIB + 4, **options},
+        )
         self.port = self.server.socket.getsockname()[1]
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
@@ -1609,7 +2092,9 @@ class RelayPeer:
     def begin(self, method, path, headers=(), number=None, query=""):
         number = number or next(self.numbers)
         self.streams[number] = queue.Queue(8)
-        self.send(type="request", id=number, method=method, path=path, query=query, headers=[list(pair) for pair in headers])
+        self.send(
+            type="request", id=number, method=method, path=path, query=query, headers=[list(pair) for pair in headers]
+        )
         return Exchange(self, number)
 
     def ask(self, method, path, body=(), headers=()):
@@ -1699,7 +2184,13 @@ def echo(request):
 
 def test_a_forwarded_request_is_the_request_and_its_answer_the_answer(relay_serving):
     def answer(request):
-        told = [request.method, request.path, request.query, request.headers.get("x-a"), b"".join(iter(request.body.read, b"")).decode()]
+        told = [
+            request.method,
+            request.path,
+            request.query,
+            request.headers.get("x-a"),
+            b"".join(iter(request.body.read, b"")).decode(),
+        ]
         return json_response(418, told, [("X-B", "2")])
 
     relay = relay_serving(answer)
@@ -1750,20 +2241,38 @@ def test_many_streams_at_once_keep_their_bytes_apart(relay_serving):
     threads = [threading.Thread(target=collect, args=(i,)) for i in range(len(bodies))]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert [(headers["X-Path"], body) for _, headers, body in answers] == [("/%d" % i, body) for i, body in enumerate(bodies)]
+    assert [(headers["X-Path"], body) for _, headers, body in answers] == [
+        ("/%d" % i, body) for i, body in enumerate(bodies)
+    ]
 
 
-@pytest.mark.parametrize("junk", [
-    "not json", "[]", "1", "null", '"request"', "{}", '{"type": "request"}', '{"type": "new kind", "id": 1}',
-    '{"type": "end", "id": 77}', '{"type": "abort", "id": 77}', '{"type": ["request"], "id": [1]}',
-    '{"type": "request", "id": 0, "method": "GET", "path": "/"}',
-    '{"type": "request", "id": 4294967296, "method": "GET", "path": "/"}',
-    '{"type": "request", "id": -1, "method": "GET", "path": "/"}',
-    '{"type": "request", "id": true, "method": "GET", "path": "/"}',
-    '{"type": "request", "id": 1.5, "method": "GET", "path": "/"}',
-    '{"type": "request", "id": "7", "method": "GET", "path": "/"}',
-    "[" * 100_000, b"", b"abc", b"\0\0\0\x4dlost chunk", b"\0\0\0\x4d",
-])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        "not json",
+        "[]",
+        "1",
+        "null",
+        '"request"',
+        "{}",
+        '{"type": "request"}',
+        '{"type": "new kind", "id": 1}',
+        '{"type": "end", "id": 77}',
+        '{"type": "abort", "id": 77}',
+        '{"type": ["request"], "id": [1]}',
+        '{"type": "request", "id": 0, "method": "GET", "path": "/"}',
+        '{"type": "request", "id": 4294967296, "method": "GET", "path": "/"}',
+        '{"type": "request", "id": -1, "method": "GET", "path": "/"}',
+        '{"type": "request", "id": true, "method": "GET", "path": "/"}',
+        '{"type": "request", "id": 1.5, "method": "GET", "path": "/"}',
+        '{"type": "request", "id": "7", "method": "GET", "path": "/"}',
+        "[" * 100_000,
+        b"",
+        b"abc",
+        b"\0\0\0\x4dlost chunk",
+        b"\0\0\0\x4d",
+    ],
+)
 def test_a_junk_frame_is_ignored(relay_serving, junk):
     relay = relay_serving(echo)
     relay.ws.send(junk)
@@ -1795,11 +2304,19 @@ def test_the_greatest_id_there_is_may_be_used(relay_serving):
     assert exchange.answer()[2] == b"x"
 
 
-@pytest.mark.parametrize("fields", [
-    {"method": 1, "path": "/"}, {"path": "/"}, {"method": "GET"}, {"method": "GET", "path": "/", "headers": [["a"]]},
-    {"method": "GET", "path": "/", "headers": [["a", 1]]}, {"method": "GET", "path": "/", "headers": [["a", "\u20ac"]]},
-    {"method": "GET", "path": "/", "headers": 7}, {"method": "GET", "path": "/", "query": {}, "headers": [7]},
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": 1, "path": "/"},
+        {"path": "/"},
+        {"method": "GET"},
+        {"method": "GET", "path": "/", "headers": [["a"]]},
+        {"method": "GET", "path": "/", "headers": [["a", 1]]},
+        {"method": "GET", "path": "/", "headers": [["a", "\u20ac"]]},
+        {"method": "GET", "path": "/", "headers": 7},
+        {"method": "GET", "path": "/", "query": {}, "headers": [7]},
+    ],
+)
 def test_a_malformed_request_frame_is_answered_400(relay_serving, fields):
     relay = relay_serving(echo)
     relay.streams[5] = queue.Queue()
@@ -1873,7 +2390,9 @@ def test_an_abort_while_the_answer_is_sent_stops_it(relay_serving, tmp_path):
         file.truncate(256 * MIB)
 
     def answer(request):
-        return Response(200, [FileSlice(str(tmp_path / "big"), 256 * MIB)] if request.path == "/big" else [], close=closed)
+        return Response(
+            200, [FileSlice(str(tmp_path / "big"), 256 * MIB)] if request.path == "/big" else [], close=closed
+        )
 
     relay = relay_serving(answer)
     exchange = relay.ask("GET", "/big")
@@ -1960,7 +2479,11 @@ def strata_answering(answer):
 def test_a_slow_reader_of_a_big_answer_does_not_delay_small_ones_for_long(relay_serving, tmp_path):
     with open(tmp_path / "big", "wb") as file:
         file.truncate(64 * MIB)
-    relay = relay_serving(lambda request: Response(200, [FileSlice(str(tmp_path / "big"), 64 * MIB)] if request.path == "/big" else [b"x"]))
+    relay = relay_serving(
+        lambda request: Response(
+            200, [FileSlice(str(tmp_path / "big"), 64 * MIB)] if request.path == "/big" else [b"x"]
+        )
+    )
     big = relay.ask("GET", "/big")
     big.start()
     size = 0
@@ -2053,7 +2576,14 @@ def test_the_relay_dies_and_comes_back(relay_serving):
     assert outcomes.get(timeout=10) == 5
     relay.ws.socket.shutdown(socket.SHUT_RDWR)
     relay.sockets.get(timeout=10)  # a new one
-    assert relay.ask("POST", "/", [b"again"], ).answer()[2] == b"again"
+    assert (
+        relay.ask(
+            "POST",
+            "/",
+            [b"again"],
+        ).answer()[2]
+        == b"again"
+    )
     go.set()
     assert [outcomes.get(timeout=10) for _ in range(2)] == ["ran to its end", "closed"]
     assert relay.ask("POST", "/", [b"again"]).answer()[2] == b"again"
@@ -2098,7 +2628,9 @@ def test_a_relay_that_is_not_there_yet_is_waited_for(tell):
     assert tell.empty()
 
 
-@pytest.mark.parametrize("status, final", [(401, True), (403, True), (404, True), (408, False), (429, False), (500, False), (503, False)])
+@pytest.mark.parametrize(
+    "status, final", [(401, True), (403, True), (404, True), (408, False), (429, False), (500, False), (503, False)]
+)
 def test_a_handshake_answered_4xx_is_final_and_anything_else_is_tried_again(tell, status, final):
     asked = queue.Queue()
 
@@ -2234,7 +2766,9 @@ def raw(tell):
     worker.stop()
 
 
-REQUEST = from_server(TEXT, json.dumps({"type": "request", "id": 1, "method": "POST", "path": "/", "query": "", "headers": []}).encode())
+REQUEST = from_server(
+    TEXT, json.dumps({"type": "request", "id": 1, "method": "POST", "path": "/", "query": "", "headers": []}).encode()
+)
 
 
 def test_frames_right_behind_the_handshake_are_not_lost(raw):
@@ -2247,8 +2781,12 @@ def test_fragmented_and_dribbled_frames_are_answered(raw):
     raw.accept()
     head = REQUEST[4:] if REQUEST[1] == 126 else REQUEST[2:]
     data = (
-        from_server(TEXT, head[:10], fin=False) + from_server(PING, b"?") + from_server(0, head[10:])
-        + from_server(BINARY, b"\0\0", fin=False) + from_server(0, b"\0\x01he", fin=False) + from_server(0, b"llo")
+        from_server(TEXT, head[:10], fin=False)
+        + from_server(PING, b"?")
+        + from_server(0, head[10:])
+        + from_server(BINARY, b"\0\0", fin=False)
+        + from_server(0, b"\0\x01he", fin=False)
+        + from_server(0, b"llo")
         + from_server(TEXT, b'{"type": "end", "id": 1}')
     )
     for byte in data:
@@ -2292,11 +2830,19 @@ def test_a_ping_is_answered_while_an_answer_is_stuck(tell, tmp_path):
     with open(tmp_path / "big", "wb") as file:
         file.truncate(64 * MIB)
     raw = RawRelay()
-    worker = Relay(lambda request: Response(200, [FileSlice(str(tmp_path / "big"), 64 * MIB)]), "ws://127.0.0.1:%d" % raw.port, None, 20, tell.put)
+    worker = Relay(
+        lambda request: Response(200, [FileSlice(str(tmp_path / "big"), 64 * MIB)]),
+        "ws://127.0.0.1:%d" % raw.port,
+        None,
+        20,
+        tell.put,
+    )
     worker.start()
     raw.accept(REQUEST)
     time.sleep(0.5)  # its frames fill the sockets' buffers
-    raw.sock.sendall(from_server(PING, b"1") + from_server(PING, b"2") + from_server(TEXT, b'{"type": "abort", "id": 1}'))
+    raw.sock.sendall(
+        from_server(PING, b"1") + from_server(PING, b"2") + from_server(TEXT, b'{"type": "abort", "id": 1}')
+    )
     pongs = [bytes(event.data) for event in first_after(raw.frames(), PONG)]
     assert pongs[-1] == b"2"
     raw.close()
@@ -2455,11 +3001,15 @@ class ListeningWorker:
     def __init__(self, *flags, **variables):
         environ = {k: v for k, v in os.environ.items() if not k.startswith("STRATA")}
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *flags], stderr=subprocess.PIPE, text=True,
+            [sys.executable, str(SCRIPT), *flags],
+            stderr=subprocess.PIPE,
+            text=True,
             env={**environ, "STRATA_WORKER_PRELOAD": "", **variables},
         )
         self.lines = []
-        self.reader = threading.Thread(target=lambda: self.lines.extend(iter(self.process.stderr.readline, "")), daemon=True)
+        self.reader = threading.Thread(
+            target=lambda: self.lines.extend(iter(self.process.stderr.readline, "")), daemon=True
+        )
         self.reader.start()
 
     def said(self, pattern):
@@ -2487,7 +3037,9 @@ class ListeningWorker:
 def push(source, build_id="b", inputs=(), timeout=30):
     """Headers and body of a push of one cell."""
     metadata = {
-        "protocol_version": "v1", "build_id": build_id, "inputs": [{"name": n, "format": "json/object"} for n, _ in inputs],
+        "protocol_version": "v1",
+        "build_id": build_id,
+        "inputs": [{"name": n, "format": "json/object"} for n, _ in inputs],
         "transform": {"ref": "notebook_cell@v1", "params": {"source": source, "timeout_seconds": timeout}},
     }
     body = b""
@@ -2603,7 +3155,10 @@ def test_a_relay_that_refuses_the_worker_ends_it_with_exit_code_1():
     assert "hidden" not in "".join(worker.lines)
 
 
-@pytest.mark.parametrize("url", ["http://relay/", "relay:9000", "ws://", "ws://u:p@relay/", "ws://relay/#x", "ws://relay/ x", "ws://relay:99999/"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://relay/", "relay:9000", "ws://", "ws://u:p@relay/", "ws://relay/#x", "ws://relay/ x", "ws://relay:99999/"],
+)
 def test_any_other_url_than_of_a_websocket_is_refused_at_start(url):
     with ListeningWorker("--connect", url) as worker:
         assert worker.process.wait(20) == 1
@@ -2763,7 +3318,9 @@ def test_a_certificate_that_is_not_to_be_used_is_one_clear_line_at_start(files, 
     for broken in (flags[:2], (*flags[:3], str(tmp_path / "absent")), (*flags[:3], flags[1])):
         with ListeningWorker("--port", "0", *broken) as worker:
             assert worker.process.wait(20) == 1
-        assert re.fullmatch("strata-worker: --tls-cert .*\n", worker.lines[-1]) and "Traceback" not in "".join(worker.lines)
+        assert re.fullmatch("strata-worker: --tls-cert .*\n", worker.lines[-1]) and "Traceback" not in "".join(
+            worker.lines
+        )
 
 
 def test_a_token_on_an_open_address_without_tls_is_warned_of(files):
@@ -2862,11 +3419,16 @@ server.run()
 class UnderWaitress(ListeningWorker):
     def __init__(self):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WAITRESS], cwd=SCRIPT.parent, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-c", WAITRESS],
+            cwd=SCRIPT.parent,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, "STRATA_WORKER_PRELOAD": ""},
         )
         self.lines = []
-        self.reader = threading.Thread(target=lambda: self.lines.extend(iter(self.process.stderr.readline, "")), daemon=True)
+        self.reader = threading.Thread(
+            target=lambda: self.lines.extend(iter(self.process.stderr.readline, "")), daemon=True
+        )
         self.reader.start()
 
     def __exit__(self, *exc_info):
@@ -2900,7 +3462,9 @@ def test_waitress_serves_the_worker(platform):
 def test_a_chunked_body_is_read_to_its_end_under_waitress(platform):
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", platform, timeout=30)) as connection:
         headers, body = push("y = x", inputs=[("x", b"1")])
-        connection.request("POST", "/v1/execute", iter([body[:100], body[100:]]), {**headers, **TOKEN}, encode_chunked=True)
+        connection.request(
+            "POST", "/v1/execute", iter([body[:100], body[100:]]), {**headers, **TOKEN}, encode_chunked=True
+        )
         response = connection.getresponse()
         assert response.status == 200 and manifest_of(response.read())["success"]
 
@@ -2915,7 +3479,9 @@ def test_the_cancel_route_works_under_waitress(platform):
 
     threading.Thread(target=run).start()
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", platform, timeout=30)) as connection:
-        cancel = lambda: json.loads(ask(connection, "POST", "/v1/executions/a%20b/cancel", headers=TOKEN)[1])["cancelled"]
+        cancel = lambda: json.loads(ask(connection, "POST", "/v1/executions/a%20b/cancel", headers=TOKEN)[1])[
+            "cancelled"
+        ]
         wait_until(cancel)
     assert outcome.get(timeout=20) in (409, 500)
 

@@ -1,15 +1,15 @@
 """Tests against real workers on real ports. Each reads as one sentence of what the worker promises.
 
-    Helpers          a worker process, a client, a peer that serves signed URLs
-    Command line     flags, variables, starting and stopping
-    HTTP             requests as they come, early refusals, limits
-    Multipart        the form parser, one byte at a time
-    Health           what the worker says of itself
-    Secrets          the token, and what a cell can find
-    Execute          the push model
-    Stopping         timeouts, cancels, crashes
-    Pull             signed URLs, retries, the live console
-    URLs             fetches that cannot be turned inward
+Helpers          a worker process, a client, a peer that serves signed URLs
+Command line     flags, variables, starting and stopping
+HTTP             requests as they come, early refusals, limits
+Multipart        the form parser, one byte at a time
+Health           what the worker says of itself
+Secrets          the token, and what a cell can find
+Execute          the push model
+Stopping         timeouts, cancels, crashes
+Pull             signed URLs, retries, the live console
+URLs             fetches that cannot be turned inward
 """
 
 import base64
@@ -28,6 +28,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tarfile
@@ -35,6 +36,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import types
 import urllib.parse
 from pathlib import Path
 
@@ -42,6 +44,17 @@ import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 import strata_worker
+from strata_worker import (
+    Mount,
+    MountCache,
+    OptionError,
+    Settings,
+    Store,
+    WorkerError,
+    output_dir_names,
+    store_arguments,
+    unpack_folder,
+)
 
 HERE = Path(strata_worker.__file__).resolve().parent
 
@@ -79,7 +92,9 @@ class WorkerProcess:
         self.log_file = tempfile.NamedTemporaryFile("r", prefix="worker-log-")
         self.process = subprocess.Popen(
             [python, str(Path(folder) / "strata_worker.py"), "--port", "0", *flags],
-            env={**clean, **env}, stderr=open(self.log_file.name, "w"), stdout=subprocess.DEVNULL,
+            env={**clean, **env},
+            stderr=open(self.log_file.name, "w"),
+            stdout=subprocess.DEVNULL,
         )
         try:
             self.url = eventually(self.find_url, "the worker listens", 20)
@@ -170,12 +185,16 @@ class Client:
 
     def form(self, path, metadata, parts=(), timeout=60):
         body, content_type = form_of([("metadata", json.dumps(metadata).encode()), *parts])
-        return self.request("POST", path, body, {"Content-Type": content_type, "X-Strata-Executor-Protocol": "v1"}, timeout)
+        return self.request(
+            "POST", path, body, {"Content-Type": content_type, "X-Strata-Executor-Protocol": "v1"}, timeout
+        )
 
     def execute(self, source, inputs=(), build_id=None, timeout=60, **params):
         """Push a cell; ``inputs`` are (name, format, bytes)."""
         parts = [(name, data) for name, _, data in inputs]
-        return self.form("/v1/execute", envelope(source, [(n, f) for n, f, _ in inputs], build_id, **params), parts, timeout)
+        return self.form(
+            "/v1/execute", envelope(source, [(n, f) for n, f, _ in inputs], build_id, **params), parts, timeout
+        )
 
     def run(self, source, inputs=(), **params):
         """Push a cell that has to succeed; its Bundle."""
@@ -253,7 +272,10 @@ def run_command(*arguments, env=(), python=sys.executable, folder=HERE):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("STRATA_")}
     return subprocess.run(
         [python, str(Path(folder) / "strata_worker.py"), *arguments],
-        env={**clean, **dict(env)}, capture_output=True, text=True, timeout=30,
+        env={**clean, **dict(env)},
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
 
 
@@ -400,7 +422,9 @@ def test_each_run_is_one_line_of_log(worker):
     worker.run("x = 1", build_id="logged-once")
     lines = eventually(lambda: [line for line in worker.worker.log().splitlines() if "logged-once" in line], "a line")
     assert len(lines) == 1
-    assert re.search(r"ok, staging [\d.]+ s, running [\d.]+ s, answering [\d.]+ s, \d+ bytes in, \d+ bytes out", lines[0])
+    assert re.search(
+        r"ok, staging [\d.]+ s, running [\d.]+ s, answering [\d.]+ s, \d+ bytes in, \d+ bytes out", lines[0]
+    )
 
 
 @contextlib.contextmanager
@@ -518,7 +542,10 @@ def test_http_1_0_is_answered_and_closed(worker):
     [
         ("two lengths", b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n"),
         ("two lengths in one field", b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1, 2\r\n\r\n"),
-        ("both framings", b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"),
+        (
+            "both framings",
+            b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        ),
         ("bare line feeds", b"GET /health HTTP/1.1\nHost: x\n\n"),
         ("one bare line feed", b"GET /health HTTP/1.1\r\nHost: x\nX: y\r\n\r\n"),
         ("a folded line", b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\r\n b\r\n\r\n"),
@@ -550,7 +577,9 @@ def test_a_head_without_end_is_431(worker):
 
 
 def test_a_chunked_upload_is_the_same_as_one_of_known_length(worker):
-    body, content_type = form_of([("metadata", json.dumps(envelope("x = a", [("a", "json/object")])).encode()), ("a", b"17")])
+    body, content_type = form_of(
+        [("metadata", json.dumps(envelope("x = a", [("a", "json/object")])).encode()), ("a", b"17")]
+    )
     chunks = iter([body[:10], body[10:200], body[200:]])
     connection = http.client.HTTPConnection("127.0.0.1", worker.port)
     with contextlib.closing(connection):
@@ -563,7 +592,8 @@ def test_a_chunked_upload_is_the_same_as_one_of_known_length(worker):
 def test_a_malformed_chunk_is_400(worker):
     _, content_type = form_of([])
     answer = worker.exchange(
-        b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Type: %s\r\n\r\nzz\r\n" % content_type.encode()
+        b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Type: %s\r\n\r\nzz\r\n"
+        % content_type.encode()
     )
     assert statuses(answer) == [400]
 
@@ -677,7 +707,7 @@ def cut(data, sizes):
 FORM = (
     b"a preamble\r\nof two lines\r\n"
     b'--B\r\nContent-Disposition: form-data; name="one"; filename="o.bin"\r\nContent-Type: text/plain\r\n\r\nfirst\r\n'
-    b'--B  \t\r\ncontent-disposition:form-data;name=two\r\n\r\n\r\n'
+    b"--B  \t\r\ncontent-disposition:form-data;name=two\r\n\r\n\r\n"
     b'--B\r\nContent-Disposition: form-data; name="three"\r\n\r\n--B in the line\r\n--Bx\r\n-\r\n--\r\n'
     b"--B--\r\nan epilogue --B\r\n"
 )
@@ -695,7 +725,9 @@ def test_a_form_is_parsed_when_split_at_every_byte():
 
 
 @given(
-    parts=st.lists(st.tuples(st.text(st.characters(codec="utf-8", exclude_characters='"\\\r\n\0'), min_size=1), st.binary())),
+    parts=st.lists(
+        st.tuples(st.text(st.characters(codec="utf-8", exclude_characters='"\\\r\n\0'), min_size=1), st.binary())
+    ),
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5),
 )
 def test_any_form_comes_back_part_by_part(parts, sizes):
@@ -704,7 +736,10 @@ def test_any_form_comes_back_part_by_part(parts, sizes):
     assert [(name, content) for name, _, content in found] == parts
 
 
-@given(st.lists(st.sampled_from([b"\r\n", b"--B", b"--", b"\r", b"\n", b"-", b"B", b" ", b"x"]), max_size=40), st.integers(1, 7))
+@given(
+    st.lists(st.sampled_from([b"\r\n", b"--B", b"--", b"\r", b"\n", b"-", b"B", b" ", b"x"]), max_size=40),
+    st.integers(1, 7),
+)
 def test_content_made_of_pieces_of_delimiters_comes_back(pieces, size):
     content = b"".join(pieces)
     if re.search(rb"(^|\r\n)--B(--|[ \t]*\r\n|[ \t]*$)", content + b"\r\n"):
@@ -816,7 +851,9 @@ def test_health_reports_what_nvidia_smi_says(tmp_path):
     program.write_text(NVIDIA_SMI)
     program.chmod(0o755)
     with WorkerProcess(PATH="%s:%s" % (tmp_path, os.environ["PATH"])) as client:
-        hardware = eventually(lambda: "cuda" in client.health()["hardware"] and client.health()["hardware"], "the probe ends")
+        hardware = eventually(
+            lambda: "cuda" in client.health()["hardware"] and client.health()["hardware"], "the probe ends"
+        )
     assert hardware["accelerators"] == [{"name": "NVIDIA A100-SXM4-80GB", "memory_mb": 81920, "driver": "535.104.05"}]
     assert hardware["cuda"] == "12.2"
 
@@ -837,9 +874,12 @@ def test_a_slow_probe_does_not_make_health_slow(tmp_path):
 @pytest.fixture(scope="module")
 def guarded():
     worker = WorkerProcess(
-        STRATA_WORKER_TOKEN="token-of-the-test", STRATA_WORKER_HOST="127.0.0.1",
-        STRATA_WORKER_CONNECT_TOKEN="connect-of-the-test", STRATA_NOTEBOOK_CREDENTIALS='{"c": {"key": "storage-of-the-test"}}',
-        STRATA_NOTEBOOK_MOUNT_CREDENTIALS='{"s3": "mounts-of-the-test"}', HARMLESS="yes",
+        STRATA_WORKER_TOKEN="token-of-the-test",
+        STRATA_WORKER_HOST="127.0.0.1",
+        STRATA_WORKER_CONNECT_TOKEN="connect-of-the-test",
+        STRATA_NOTEBOOK_CREDENTIALS='{"c": {"key": "storage-of-the-test"}}',
+        STRATA_NOTEBOOK_MOUNT_CREDENTIALS='{"s3": "mounts-of-the-test"}',
+        HARMLESS="yes",
     )
     with worker:
         yield Client(worker, "token-of-the-test")
@@ -883,8 +923,16 @@ own = [name for name, value in os.environ.items() if "of-the-test" in value]
 
 def test_a_cell_finds_no_secret_in_environments_or_command_lines(guarded):
     secrets = [b"token-of-the-test", b"connect-of-the-test", b"storage-of-the-test", b"mounts-of-the-test"]
-    source = SEARCH.replace('(b"%s")', repr(secrets)) + "import os\nharmless = os.environ['HARMLESS']\nworker = %d\n" % guarded.worker.process.pid
-    source += "environ = open('/proc/%d/environ', 'rb').read().replace(b'\\0', b'\\n').decode()\n" % guarded.worker.process.pid if os.getuid() == 0 else ""
+    source = (
+        SEARCH.replace('(b"%s")', repr(secrets))
+        + "import os\nharmless = os.environ['HARMLESS']\nworker = %d\n" % guarded.worker.process.pid
+    )
+    source += (
+        "environ = open('/proc/%d/environ', 'rb').read().replace(b'\\0', b'\\n').decode()\n"
+        % guarded.worker.process.pid
+        if os.getuid() == 0
+        else ""
+    )
     bundle = guarded.run(source)
     assert bundle.json("own") == [] and bundle.json("found") == []
     assert bundle.json("harmless") == "yes"
@@ -911,11 +959,15 @@ def test_a_parent_that_holds_the_token_is_warned_of(tmp_path):
     script = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
     parent = subprocess.Popen(
         [sys.executable, "-c", script, sys.executable, str(HERE / "strata_worker.py"), "--port", "0"],
-        env={**os.environ, "STRATA_WORKER_TOKEN": "t", "STRATA_WORKER_HOST": "127.0.0.1"}, stderr=open(log, "w"),
+        env={**os.environ, "STRATA_WORKER_TOKEN": "t", "STRATA_WORKER_HOST": "127.0.0.1"},
+        stderr=open(log, "w"),
     )
     try:
         eventually(lambda: "listening" in log.read_text(), "the worker listens")
-        assert "STRATA_WORKER_TOKEN is also in the environment of the parent process (pid %d)" % parent.pid in log.read_text()
+        assert (
+            "STRATA_WORKER_TOKEN is also in the environment of the parent process (pid %d)" % parent.pid
+            in log.read_text()
+        )
     finally:
         for pid, command in processes_of(parent.pid):
             if "strata_worker.py" in " ".join(command):
@@ -926,7 +978,12 @@ def test_a_parent_that_holds_the_token_is_warned_of(tmp_path):
 def test_the_allowlist_narrows_what_a_cell_sees():
     with WorkerProcess(
         STRATA_NOTEBOOK_HARNESS_ENV_ALLOWLIST="MODEL_*,EXACT,STRATA_WORKER_LAUNCH_ID,STRATA_*,S*",
-        MODEL_PATH="/m", EXACT="1", EXACTLY="2", SOME="3", STRATA_OTHER="4", STRATA_WORKER_LAUNCH_ID="5",
+        MODEL_PATH="/m",
+        EXACT="1",
+        EXACTLY="2",
+        SOME="3",
+        STRATA_OTHER="4",
+        STRATA_WORKER_LAUNCH_ID="5",
     ) as client:
         seen = client.run("import os\nseen = dict(os.environ)", env={"MINE": "6"}).json("seen")
     assert seen["MODEL_PATH"] == "/m" and seen["EXACT"] == "1" and seen["MINE"] == "6" and seen["SOME"] == "3"
@@ -975,14 +1032,25 @@ def test_inputs_are_found_by_variable_name_and_by_recorded_file_name(worker):
 
 
 def test_parts_come_in_any_order_and_the_last_of_a_name_counts(worker):
-    body, content_type = form_of([("a", b"1"), ("a", b"2"), ("metadata", json.dumps(envelope("x = a", [("a", "json/object")])).encode()), ("unused", b"")])
+    body, content_type = form_of(
+        [
+            ("a", b"1"),
+            ("a", b"2"),
+            ("metadata", json.dumps(envelope("x = a", [("a", "json/object")])).encode()),
+            ("unused", b""),
+        ]
+    )
     assert worker.request("POST", "/v1/execute", body, {"Content-Type": content_type}).bundle.json("x") == 2
 
 
 def test_the_flatter_envelope_of_notebook_execute_runs_a_cell(worker):
     metadata = {
-        "protocol_version": "notebook-cell-v1", "source": "y = x + 1", "timeout_seconds": 30,
-        "inputs": {"x": {"content_type": "json/object", "file": "x.json"}}, "mounts": [], "env": {},
+        "protocol_version": "notebook-cell-v1",
+        "source": "y = x + 1",
+        "timeout_seconds": 30,
+        "inputs": {"x": {"content_type": "json/object", "file": "x.json"}},
+        "mounts": [],
+        "env": {},
     }
     assert worker.form("/v1/notebook-execute", metadata, [("x", b"41")]).bundle.json("y") == 42
 
@@ -1090,10 +1158,22 @@ def test_a_bad_envelope_is_400_by_name(worker, change, detail):
 @pytest.mark.parametrize(
     "params",
     [
-        {"timeout_seconds": 0}, {"timeout_seconds": -1}, {"timeout_seconds": "5"}, {"timeout_seconds": True},
-        {"timeout_seconds": float("nan")}, {"timeout_seconds": float("inf")}, {"source": None}, {"env": {"A": 1}},
-        {"env": {"A=B": "1"}}, {"env": {"A": "x\0"}}, {"env": []}, {"mutation_defines": "a"}, {"tables": []}, {"mounts": {}},
-        {"mounts": [{"name": "m", "uri": "file:///etc"}]}, {"environment": "x"},
+        {"timeout_seconds": 0},
+        {"timeout_seconds": -1},
+        {"timeout_seconds": "5"},
+        {"timeout_seconds": True},
+        {"timeout_seconds": float("nan")},
+        {"timeout_seconds": float("inf")},
+        {"source": None},
+        {"env": {"A": 1}},
+        {"env": {"A=B": "1"}},
+        {"env": {"A": "x\0"}},
+        {"env": []},
+        {"mutation_defines": "a"},
+        {"tables": []},
+        {"mounts": {}},
+        {"mounts": [{"name": "m", "uri": "file:///etc"}]},
+        {"environment": "x"},
     ],
 )
 def test_a_bad_parameter_is_400_by_name(worker, params):
@@ -1113,7 +1193,10 @@ def test_r_without_rscript_is_500_by_name(tmp_path):
     with WorkerProcess(PATH=str(tmp_path)) as client:
         assert client.health()["capabilities"]["features"]["languages"] == ["python"]
         answer = client.execute("x <- 1", language="r")
-    assert answer.status == 500 and answer.json == {"success": False, "error": "Rscript is not installed on this worker"}
+    assert answer.status == 500 and answer.json == {
+        "success": False,
+        "error": "Rscript is not installed on this worker",
+    }
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
@@ -1125,12 +1208,16 @@ def test_metadata_that_is_no_object_is_400(worker, body):
 def test_a_form_without_metadata_and_no_form_at_all_are_400(worker):
     form, content_type = form_of([("a", b"1")])
     assert "metadata" in worker.request("POST", "/v1/execute", form, {"Content-Type": content_type}).json["detail"]
-    assert "multipart" in worker.request("POST", "/v1/execute", b"{}", {"Content-Type": "application/json"}).json["detail"]
+    assert (
+        "multipart" in worker.request("POST", "/v1/execute", b"{}", {"Content-Type": "application/json"}).json["detail"]
+    )
 
 
 def test_a_protocol_header_of_another_version_is_400(worker):
     body, content_type = form_of([("metadata", json.dumps(envelope("x = 1")).encode())])
-    answer = worker.request("POST", "/v1/execute", body, {"Content-Type": content_type, "X-Strata-Executor-Protocol": "v2"})
+    answer = worker.request(
+        "POST", "/v1/execute", body, {"Content-Type": content_type, "X-Strata-Executor-Protocol": "v2"}
+    )
     assert answer.status == 400 and "v2" in answer.json["detail"]
 
 
@@ -1152,8 +1239,10 @@ def test_a_large_input_and_output_pass_in_flat_memory(worker):
     size = 256 * 2**20
     before = resident(worker.worker.process.pid)
     bundle = worker.execute(
-        "size = data.stat().st_size\nwith open(data, 'rb') as f: first = list(f.read(3))\nblob = bytes(%d)" % (size // 2),
-        [("data", "file/path", b"abc" + bytes(size))], timeout=120,
+        "size = data.stat().st_size\nwith open(data, 'rb') as f: first = list(f.read(3))\nblob = bytes(%d)"
+        % (size // 2),
+        [("data", "file/path", b"abc" + bytes(size))],
+        timeout=120,
     ).bundle
     assert bundle.json("size") == size + 3 and bundle.json("first") == [97, 98, 99]
     assert bundle.manifest["variables"]["blob"]["bytes"] >= size // 2
@@ -1216,7 +1305,9 @@ def test_sys_exit_ends_the_cell_as_an_error_that_says_so(worker):
 
 
 def test_a_cancelled_running_cell_is_500_that_says_so(worker):
-    with in_background(lambda: worker.execute("import time\nprint('on', flush=True)\ntime.sleep(60)", build_id="to/cancel")) as answer:
+    with in_background(
+        lambda: worker.execute("import time\nprint('on', flush=True)\ntime.sleep(60)", build_id="to/cancel")
+    ) as answer:
         eventually(lambda: worker.cancel("to/cancel")["cancelled"], "the cell runs")
         refused = answer(10)
     assert refused.status in (409, 500) and "cancelled" in refused.json["error"]
@@ -1224,7 +1315,9 @@ def test_a_cancelled_running_cell_is_500_that_says_so(worker):
 
 
 def test_a_cancel_while_inputs_come_in_is_409(worker):
-    body, content_type = form_of([("metadata", json.dumps(envelope("x = 1", build_id="staging")).encode()), ("a", b"x" * 100)])
+    body, content_type = form_of(
+        [("metadata", json.dumps(envelope("x = 1", build_id="staging")).encode()), ("a", b"x" * 100)]
+    )
     # The id is known once metadata is read, and that comes with the rest: cancel by hanging the last bytes back.
     head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
     with worker.send(head % (content_type.encode(), len(body)) + body[:-40]) as sock:
@@ -1258,7 +1351,9 @@ def test_folders_without_permissions_are_deleted(worker, tmp_path):
 
 
 def test_a_cell_that_deletes_its_folder_keeps_its_console(worker):
-    answer = worker.execute("import os, shutil\nprint('before the end', flush=True)\nshutil.rmtree(os.path.dirname(os.getcwd()))")
+    answer = worker.execute(
+        "import os, shutil\nprint('before the end', flush=True)\nshutil.rmtree(os.path.dirname(os.getcwd()))"
+    )
     if answer.status == 200:
         assert answer.bundle.stdout == "before the end\n"
     else:
@@ -1352,13 +1447,32 @@ class Peer:
         for number, (name, content_type, data) in enumerate(inputs):
             self.blobs["/in/%d" % number] = data
             specs[name] = {"uri": "strata://artifact/a/%d@v=3" % number, "content_type": content_type}
-            urls.append({"artifact_id": "a/%d" % number, "version": 3, "url": "%s/in/%d?signature=s3cret" % (self.url, number)})
-        params = {"source": source, "timeout_seconds": 30, "input_specs": specs, "mounts": [], "env": {}, "_dispatch_mode": "signed"}
+            urls.append(
+                {"artifact_id": "a/%d" % number, "version": 3, "url": "%s/in/%d?signature=s3cret" % (self.url, number)}
+            )
+        params = {
+            "source": source,
+            "timeout_seconds": 30,
+            "input_specs": specs,
+            "mounts": [],
+            "env": {},
+            "_dispatch_mode": "signed",
+        }
         return {
             "build_id": build_id,
-            "metadata": {"build_id": build_id, "executor_ref": "notebook_cell@v1", "params": {**params, **changes.pop("params", {})}, **changes.pop("metadata", {})},
+            "metadata": {
+                "build_id": build_id,
+                "executor_ref": "notebook_cell@v1",
+                "params": {**params, **changes.pop("params", {})},
+                **changes.pop("metadata", {}),
+            },
             "inputs": urls,
-            "output": {"url": self.url + "/upload?signature=s3cret", "max_bytes": 2**30, "method": "POST", **changes.pop("output", {})},
+            "output": {
+                "url": self.url + "/upload?signature=s3cret",
+                "max_bytes": 2**30,
+                "method": "POST",
+                **changes.pop("output", {}),
+            },
             "finalize_url": self.url + "/finalize?signature=s3cret",
             "log_url": "",
             **changes,
@@ -1377,8 +1491,11 @@ def test_a_manifest_runs_a_cell_from_its_urls_to_its_urls(pull_worker, peer):
     bundle = peer.bundle()
     assert answer.status == 200
     assert answer.json == {
-        "success": True, "build_id": "pulled", "protocol_version": "notebook-build-manifest@v1",
-        "byte_size": len(peer.requests[-2][3]), "finalize": {"done": True},
+        "success": True,
+        "build_id": "pulled",
+        "protocol_version": "notebook-build-manifest@v1",
+        "byte_size": len(peer.requests[-2][3]),
+        "finalize": {"done": True},
     }
     assert bundle.json("y") == 42
     method, path, headers, body = peer.requests[-1]
@@ -1399,7 +1516,9 @@ def test_a_cell_that_raises_is_delivered_like_any_other(pull_worker, peer):
 
 def test_injected_values_of_an_input_are_fetched_too(pull_worker, peer):
     module = {"module_name": "cell-a", "symbol_name": "scale", "source": "def scale(x):\n    return x * rate\n"}
-    manifest = peer.manifest("y = scale(4)", [("scale", "module/cell", json.dumps(module).encode()), ("rate", "json/object", b"3")])
+    manifest = peer.manifest(
+        "y = scale(4)", [("scale", "module/cell", json.dumps(module).encode()), ("rate", "json/object", b"3")]
+    )
     specs = manifest["metadata"]["params"]["input_specs"]
     specs["scale"]["injected"] = {"rate": specs.pop("rate")}
     assert pull_worker.manifest(manifest).status == 200
@@ -1421,7 +1540,11 @@ def test_a_put_carries_the_manifests_headers(pull_worker, peer):
     output = {"method": "PUT", "headers": {"x-ms-blob-type": "BlockBlob", "Content-Type": "application/octet-stream"}}
     assert pull_worker.manifest(peer.manifest("x = 1", output=output)).status == 200
     method, _, headers, body = peer.requests[0]
-    assert method == "PUT" and headers["x-ms-blob-type"] == "BlockBlob" and headers["Content-Type"] == "application/octet-stream"
+    assert (
+        method == "PUT"
+        and headers["x-ms-blob-type"] == "BlockBlob"
+        and headers["Content-Type"] == "application/octet-stream"
+    )
     assert int(headers["Content-Length"]) == len(body) and Bundle(body).json("x") == 1
 
 
@@ -1461,7 +1584,12 @@ def test_a_manifest_that_is_no_json_is_400(pull_worker):
 
 @pytest.mark.parametrize(
     "fault, said",
-    [({"status": 403, "body": b"<Signature>s3cret</Signature>"}, "403"), ({"status": 404}, "404"), ({"cut": 3}, "broke off"), ({"status": 302, "headers": {"Location": "/in/1"}}, "302")],
+    [
+        ({"status": 403, "body": b"<Signature>s3cret</Signature>"}, "403"),
+        ({"status": 404}, "404"),
+        ({"cut": 3}, "broke off"),
+        ({"status": 302, "headers": {"Location": "/in/1"}}, "302"),
+    ],
 )
 def test_an_input_that_cannot_be_had_is_502_by_name_and_status_without_its_signature(pull_worker, peer, fault, said):
     peer.faults["/in/0"] = [fault]
@@ -1542,7 +1670,9 @@ def test_a_gigabyte_passes_through_the_pull_model_in_flat_memory(pull_worker):
     size = 256 * 2**20
     before = resident(pull_worker.worker.process.pid)
     with contextlib.closing(BigPeer(size)) as peer:
-        answer = pull_worker.manifest(peer.manifest("blob = bytes(%d)" % size, [("data", "file/path", b"")]), timeout=120)
+        answer = pull_worker.manifest(
+            peer.manifest("blob = bytes(%d)" % size, [("data", "file/path", b"")]), timeout=120
+        )
     assert answer.status == 200 and peer.received > size
     assert peak(pull_worker.worker.process.pid) - before < 32 * 2**20
 
@@ -1580,7 +1710,9 @@ def posted(peer, stream):
 
 
 def test_the_console_is_posted_while_the_cell_runs(pull_worker, peer):
-    source = "import sys, time\nprint('one')\nprint('oops', file=sys.stderr)\ntime.sleep(1)\nprint('two')\ntime.sleep(1)"
+    source = (
+        "import sys, time\nprint('one')\nprint('oops', file=sys.stderr)\ntime.sleep(1)\nprint('two')\ntime.sleep(1)"
+    )
     manifest = peer.manifest(source, log_url=peer.url + "/log?signature=s3cret")
     with in_background(lambda: pull_worker.manifest(manifest)) as answer:
         eventually(lambda: posted(peer, "stdout"), "the first chunk")
@@ -1616,7 +1748,9 @@ def test_a_chunk_that_was_not_taken_is_posted_again_and_leaves_no_gap(pull_worke
 def test_a_log_server_that_hangs_or_fails_never_slows_the_cell(pull_worker, peer, fault):
     peer.faults["/log"] = [fault] * 1000
     began = time.monotonic()
-    assert pull_worker.manifest(peer.manifest("for n in range(1000): print(n)", log_url=peer.url + "/log")).status == 200
+    assert (
+        pull_worker.manifest(peer.manifest("for n in range(1000): print(n)", log_url=peer.url + "/log")).status == 200
+    )
     assert time.monotonic() - began < 3
     assert peer.bundle().stdout.count("\n") == 1000
 
@@ -1646,7 +1780,11 @@ def test_a_span_is_opened_under_the_callers_trace_when_opentelemetry_is_there(pe
     with strata_worker.Worker(port=0, preload="off", allow_local_hosts=True) as worker:
         assert Client(worker).manifest(peer.manifest("x = 1", metadata={"traceparent": parent})).status == 200
     (span,) = memory.get_finished_spans()
-    assert span.name == "worker.execute" and "%032x" % span.context.trace_id == "e" * 32 and "%016x" % span.parent.span_id == "f" * 16
+    assert (
+        span.name == "worker.execute"
+        and "%032x" % span.context.trace_id == "e" * 32
+        and "%016x" % span.parent.span_id == "f" * 16
+    )
 
 
 # ---------------------------------------------------------------------------------------
@@ -1654,20 +1792,84 @@ def test_a_span_is_opened_under_the_callers_trace_when_opentelemetry_is_there(pe
 # ---------------------------------------------------------------------------------------
 
 INWARD = [
-    "http://127.0.0.1/", "http://127.8.9.10/", "http://localhost/", "http://localhost./", "http://LOCALHOST/",
-    "http://0.0.0.0/", "http://10.0.0.1/", "http://172.16.0.1/", "http://192.168.1.1/", "http://169.254.169.254/latest/",
-    "http://100.64.0.1/", "http://198.18.0.1/", "http://192.0.0.8/", "http://224.0.0.1/", "http://240.0.0.1/", "http://255.255.255.255/",
-    "http://[::1]/", "http://[::]/", "http://[fe80::1]/", "http://[fd00:ec2::254]/", "http://[fc00::1]/", "http://[ff02::1]/", "http://[fec0::1]/",
-    "http://[::ffff:127.0.0.1]/", "http://[::ffff:a00:1]/", "http://[::127.0.0.1]/", "http://[64:ff9b::7f00:1]/", "http://[64:ff9b::a9fe:a9fe]/",
-    "http://[64:ff9b:1::1]/", "http://[2002:7f00:1::]/", "http://[2001:0:7f00:1::]/", "http://[2001:db8::1]/",
+    "http://127.0.0.1/",
+    "http://127.8.9.10/",
+    "http://localhost/",
+    "http://localhost./",
+    "http://LOCALHOST/",
+    "http://0.0.0.0/",
+    "http://10.0.0.1/",
+    "http://172.16.0.1/",
+    "http://192.168.1.1/",
+    "http://169.254.169.254/latest/",
+    "http://100.64.0.1/",
+    "http://198.18.0.1/",
+    "http://192.0.0.8/",
+    "http://224.0.0.1/",
+    "http://240.0.0.1/",
+    "http://255.255.255.255/",
+    "http://[::1]/",
+    "http://[::]/",
+    "http://[fe80::1]/",
+    "http://[fd00:ec2::254]/",
+    "http://[fc00::1]/",
+    "http://[ff02::1]/",
+    "http://[fec0::1]/",
+    "http://[::ffff:127.0.0.1]/",
+    "http://[::ffff:a00:1]/",
+    "http://[::127.0.0.1]/",
+    "http://[64:ff9b::7f00:1]/",
+    "http://[64:ff9b::a9fe:a9fe]/",
+    "http://[64:ff9b:1::1]/",
+    "http://[2002:7f00:1::]/",
+    "http://[2001:0:7f00:1::]/",
+    "http://[2001:db8::1]/",
 ]
 MALFORMED = [
-    "file:///etc/passwd", "ftp://example.com/", "data:text/plain,x", "javascript:alert(1)", "gopher://x/", "//example.com/", "example.com", "",
-    "http://", "http:///path", "http://:80/", "http://user@example.com/", "http://user:pass@example.com/", "http://a@127.0.0.1@example.com/",
-    "http://example.com:port/", "http://example.com:99999/", "http://example.com:0/", "http://example.com:/", "http://example.com:-1/", "http://example.com:8 0/",
-    "http://exa mple.com/", "http://example.com\\@127.0.0.1/", "http:\\\\127.0.0.1\\", "http://example.com/\r\nX: y", "http://example.com/\t", "http://example.com/\0", "http://exämple.com/",
-    "http://0177.0.0.1/", "http://0x7f.0.0.1/", "http://0x7f000001/", "http://2130706433/", "http://017700000001/", "http://127.1/", "http://127.0.1/", "http://1.2.3.4.5/",
-    "http://[fe80::1%25eth0]/", "http://[::1%lo]/", "http://[::1", "http://[not-an-address]/", "http://[127.0.0.1]/", "http://a..b/", "http://.example.com/", "http://-a.example/", "http://a%2eb/",
+    "file:///etc/passwd",
+    "ftp://example.com/",
+    "data:text/plain,x",
+    "javascript:alert(1)",
+    "gopher://x/",
+    "//example.com/",
+    "example.com",
+    "",
+    "http://",
+    "http:///path",
+    "http://:80/",
+    "http://user@example.com/",
+    "http://user:pass@example.com/",
+    "http://a@127.0.0.1@example.com/",
+    "http://example.com:port/",
+    "http://example.com:99999/",
+    "http://example.com:0/",
+    "http://example.com:/",
+    "http://example.com:-1/",
+    "http://example.com:8 0/",
+    "http://exa mple.com/",
+    "http://example.com\\@127.0.0.1/",
+    "http:\\\\127.0.0.1\\",
+    "http://example.com/\r\nX: y",
+    "http://example.com/\t",
+    "http://example.com/\0",
+    "http://exämple.com/",
+    "http://0177.0.0.1/",
+    "http://0x7f.0.0.1/",
+    "http://0x7f000001/",
+    "http://2130706433/",
+    "http://017700000001/",
+    "http://127.1/",
+    "http://127.0.1/",
+    "http://1.2.3.4.5/",
+    "http://[fe80::1%25eth0]/",
+    "http://[::1%lo]/",
+    "http://[::1",
+    "http://[not-an-address]/",
+    "http://[127.0.0.1]/",
+    "http://a..b/",
+    "http://.example.com/",
+    "http://-a.example/",
+    "http://a%2eb/",
 ]
 
 
@@ -1686,7 +1888,9 @@ def test_a_name_that_resolves_to_nothing_is_400():
     assert "does not resolve" in caught.value.message
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "223.255.255.254"])
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "223.255.255.254"]
+)
 def test_public_addresses_are_public(address):
     assert strata_worker.is_public(ipaddress.ip_address(address))
 
@@ -1715,8 +1919,10 @@ def test_every_url_of_a_manifest_is_judged_when_it_arrives(worker, peer, field):
     for url_field in ("input", "output", "finalize", "log"):
         url = peer.url + "/" if url_field == field else "http://8.8.8.8/"
         {
-            "input": lambda u: manifest["inputs"][0].update(url=u), "output": lambda u: manifest["output"].update(url=u),
-            "finalize": lambda u: manifest.update(finalize_url=u), "log": lambda u: manifest.update(log_url=u),
+            "input": lambda u: manifest["inputs"][0].update(url=u),
+            "output": lambda u: manifest["output"].update(url=u),
+            "finalize": lambda u: manifest.update(finalize_url=u),
+            "log": lambda u: manifest.update(log_url=u),
         }[url_field](url)
     answer = worker.manifest(manifest)
     assert answer.status == 400 and field in answer.json["detail"] and "127.0.0.1" in answer.json["detail"]
@@ -1725,7 +1931,9 @@ def test_every_url_of_a_manifest_is_judged_when_it_arrives(worker, peer, field):
 
 @pytest.mark.parametrize("allowed", ["localhost", ".localhost", "LOCALHOST."])
 def test_allowed_hosts_may_be_private_and_no_others(peer, allowed):
-    fetcher = strata_worker.Fetcher(strata_worker.Settings.load({"STRATA_WORKER_ALLOWED_HOSTS": "store.example, " + allowed}))
+    fetcher = strata_worker.Fetcher(
+        strata_worker.Settings.load({"STRATA_WORKER_ALLOWED_HOSTS": "store.example, " + allowed})
+    )
     if not allowed.startswith("."):
         fetcher.judge("http://localhost:1/", "u")
     for other in ("http://127.0.0.1/", "http://notlocalhost.localhost.invalid/", "http://10.0.0.1/"):
@@ -1797,9 +2005,28 @@ def make_certificate(folder, name):
     need(shutil.which("openssl"), "needs the openssl command")
     path = folder / "certificate.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=" + name, "-addext", "subjectAltName=DNS:" + name, "-keyout", str(path) + ".key", "-out", str(path)],
-        check=True, capture_output=True,
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=" + name,
+            "-addext",
+            "subjectAltName=DNS:" + name,
+            "-keyout",
+            str(path) + ".key",
+            "-out",
+            str(path),
+        ],
+        check=True,
+        capture_output=True,
     )
     path.write_text(path.read_text() + Path(str(path) + ".key").read_text())
     return path
@@ -1847,7 +2074,10 @@ def test_no_process_outlives_its_cell(worker, child, ending):
     mark = "MARK=%s" % os.urandom(8).hex()
     # OMP_* makes it a process of its own, whose environment block shows the mark to this test.
     env = {"MARK": mark[5:], "OMP_NUM_THREADS": "1"}
-    source = "import os, signal, subprocess, sys, time\nme = os.getpid()\n_c = %s\n%s" % (UNRULY[child], ENDINGS[ending])
+    source = "import os, signal, subprocess, sys, time\nme = os.getpid()\n_c = %s\n%s" % (
+        UNRULY[child],
+        ENDINGS[ending],
+    )
     answer = worker.execute(source, env=env, timeout_seconds=2 if ending == "a timeout" else 30)
     assert answer.status == {"a timeout": 408, "a crash": 500, "an exit": 500}.get(ending, 200)
     eventually(lambda: not marked(mark), "its processes are gone", 2)
@@ -1915,7 +2145,8 @@ def test_a_fork_server_that_hangs_loses_no_run():
 
 def fork_servers(worker, preload=""):
     return [
-        pid for pid, command in processes_of(worker.process.pid)
+        pid
+        for pid, command in processes_of(worker.process.pid)
         if "--fork-server" in command and preload in command[-1] and parent_of(pid) == worker.process.pid
     ]
 
@@ -1929,7 +2160,9 @@ def test_the_kernel_takes_a_cell_before_the_worker(worker):
     assert score > int(Path("/proc/%d/oom_score_adj" % worker.worker.process.pid).read_text())
 
 
-@pytest.mark.parametrize("source", ["x = bytes(2**30)", "x = [bytes(10**6) for _ in range(2000)]", "import numpy\nx = numpy.ones(2**28)"])
+@pytest.mark.parametrize(
+    "source", ["x = bytes(2**30)", "x = [bytes(10**6) for _ in range(2000)]", "import numpy\nx = numpy.ones(2**28)"]
+)
 def test_a_cell_over_its_memory_is_an_error_that_says_so(source):
     with WorkerProcess(STRATA_WORKER_CELL_MEMORY_MB="600") as client:
         bundle = client.execute(source).bundle
@@ -1983,13 +2216,17 @@ def test_a_hostile_cell_gets_its_result_and_harms_nobody(worker, kind):
 
 
 def test_numpy_floats_inside_a_dict_are_json(worker):
-    bundle = worker.run("import numpy as np\nscores = {'a': [np.float64(0.5)], 'b': np.str_('é')}\nother = {'n': np.int64(1)}")
+    bundle = worker.run(
+        "import numpy as np\nscores = {'a': [np.float64(0.5)], 'b': np.str_('é')}\nother = {'n': np.int64(1)}"
+    )
     assert bundle.json("scores") == {"a": [0.5], "b": "é"}
     assert bundle.manifest["variables"]["other"]["content_type"] == "pickle/object"
 
 
 def test_a_value_that_hangs_is_a_timeout(worker):
-    answer = worker.execute("import time\nclass Y:\n    def __reduce__(self): time.sleep(60)\ny = Y()", timeout_seconds=1)
+    answer = worker.execute(
+        "import time\nclass Y:\n    def __reduce__(self): time.sleep(60)\ny = Y()", timeout_seconds=1
+    )
     assert answer.status == 408
 
 
@@ -1999,7 +2236,9 @@ def test_endless_recursion_is_an_error(worker):
 
 
 def test_a_hundred_thousand_variables_come_back(worker):
-    bundle = worker.execute("for n in range(100_000): globals()['v%d' % n] = n", timeout_seconds=120, timeout=180).bundle
+    bundle = worker.execute(
+        "for n in range(100_000): globals()['v%d' % n] = n", timeout_seconds=120, timeout=180
+    ).bundle
     assert len(bundle.manifest["variables"]) == 100_001 and bundle.json("v99999") == 99999
 
 
@@ -2007,7 +2246,9 @@ def test_a_hundred_thousand_variables_come_back(worker):
 def small_disk(tmp_path):
     """A disk of 8 MiB."""
     need(sys.platform.startswith("linux"), "needs Linux")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip("cannot mount a small disk here: " + mounted.stderr)
     yield tmp_path
@@ -2043,7 +2284,9 @@ def test_a_worker_out_of_descriptors_recovers():
     with worker:
         pass
     process = subprocess.Popen(
-        [sys.executable, "-c", limited, str(HERE / "strata_worker.py"), "--port", "0"], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", limited, str(HERE / "strata_worker.py"), "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         url = next(re.search(r"listening on (\S+)", line).group(1) for line in process.stderr if "listening" in line)
@@ -2072,7 +2315,10 @@ def test_two_cells_share_no_randomness_and_nothing_else(worker):
     assert two.json("fds") == [0, 1, 2] and two.json("count") <= 8
 
 
-@pytest.mark.parametrize("env, source", [({"OMP_NUM_THREADS": "3"}, ""), ({}, "os.environ['OPENBLAS_NUM_THREADS'] = '1'"), ({"PYTHONHASHSEED": "5"}, "")])
+@pytest.mark.parametrize(
+    "env, source",
+    [({"OMP_NUM_THREADS": "3"}, ""), ({}, "os.environ['OPENBLAS_NUM_THREADS'] = '1'"), ({"PYTHONHASHSEED": "5"}, "")],
+)
 def test_what_is_read_at_import_gets_a_process_that_has_not_imported(worker, env, source):
     assert worker.run("import os, sys\n%s\ncold = 'pandas' not in sys.modules" % source, env=env).json("cold") is True
 
@@ -2085,8 +2331,14 @@ def test_cells_run_whatever_is_preloaded(preload):
 
 
 def test_clients_that_vanish_at_every_point_leave_no_slot_taken(pull_worker):
-    body, content_type = form_of([("metadata", json.dumps(envelope("x = a", [("a", "json/object")])).encode()), ("a", b"1")])
-    request = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n" % (content_type.encode(), len(body)) + body
+    body, content_type = form_of(
+        [("metadata", json.dumps(envelope("x = a", [("a", "json/object")])).encode()), ("a", b"1")]
+    )
+    request = (
+        b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
+        % (content_type.encode(), len(body))
+        + body
+    )
     for at in range(1, len(request), 9):
         with pull_worker.send(request[:at]) as sock:
             if at % 2:  # by a reset
@@ -2098,7 +2350,10 @@ def test_clients_that_vanish_at_every_point_leave_no_slot_taken(pull_worker):
 
 def test_an_answer_that_is_never_read_gives_its_slot_back(pull_worker):
     body, content_type = form_of([("metadata", json.dumps(envelope("blob = bytes(50 * 2**20)")).encode())])
-    head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n" % (content_type.encode(), len(body))
+    head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n" % (
+        content_type.encode(),
+        len(body),
+    )
     with pull_worker.send(head + body):
         eventually(lambda: pull_worker.health()["active_executions"] == 1, "the cell runs")
         eventually(lambda: pull_worker.health()["active_executions"] == 0, "the slot is free", 20)
@@ -2124,9 +2379,18 @@ def test_no_bytes_make_the_head_parser_fail_but_by_an_http_error(data, size):
         assert error.status in (400, 431, 501, 505)
 
 
-@given(st.sampled_from([b"GET", b"POST", b"G\0T"]), st.lists(st.tuples(st.binary(max_size=12), st.binary(max_size=20)), max_size=6), st.integers(1, 30))
+@given(
+    st.sampled_from([b"GET", b"POST", b"G\0T"]),
+    st.lists(st.tuples(st.binary(max_size=12), st.binary(max_size=20)), max_size=6),
+    st.integers(1, 30),
+)
 def test_no_headers_make_the_head_parser_fail_but_by_an_http_error(method, headers, size):
-    data = method + b" / HTTP/1.1\r\nHost: x\r\n" + b"".join(name + b": " + value + b"\r\n" for name, value in headers) + b"\r\n"
+    data = (
+        method
+        + b" / HTTP/1.1\r\nHost: x\r\n"
+        + b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        + b"\r\n"
+    )
     buffer, head = bytearray(), None
     try:
         for piece in cut(data, [size]):
@@ -2143,7 +2407,9 @@ def test_only_a_last_component_ever_comes_out_of_a_file_name(name):
         last = strata_worker.last_component(name)
     except ValueError:
         return
-    assert last not in ("", ".", "..") and "/" not in last and "\0" not in last and name.replace("\\", "/").endswith(last)
+    assert (
+        last not in ("", ".", "..") and "/" not in last and "\0" not in last and name.replace("\\", "/").endswith(last)
+    )
 
 
 # ---------------------------------------------------------------------------------------
@@ -2156,7 +2422,11 @@ def test_a_soak_of_mixed_load_leaves_nothing_behind(tmp_path, peer):
     seconds = float(os.environ.get("STRATA_TEST_SOAK_SECONDS", "30"))
     slots = 4
     worker = WorkerProcess(
-        "--max-concurrent", str(slots), STRATA_WORKER_RUN_ROOT=str(tmp_path), STRATA_WORKER_ALLOW_LOCAL_HOSTS="1", STRATA_WORKER_STALL_SECONDS="2"
+        "--max-concurrent",
+        str(slots),
+        STRATA_WORKER_RUN_ROOT=str(tmp_path),
+        STRATA_WORKER_ALLOW_LOCAL_HOSTS="1",
+        STRATA_WORKER_STALL_SECONDS="2",
     )
     with worker as client:
         eventually(lambda: fork_servers(worker, "pandas"), "the fork server runs")
@@ -2166,7 +2436,9 @@ def test_a_soak_of_mixed_load_leaves_nothing_behind(tmp_path, peer):
         counts = Soak(client, peer, time.monotonic() + seconds).run(2 * slots)
         eventually(lambda: client.health()["active_executions"] == 0, "all slots are free")
         eventually(lambda: not list(tmp_path.glob("*/run-*")), "no folder is left")
-        after = eventually(lambda: calm(before, footprint(worker)), "threads, descriptors and processes are as before", 15)
+        after = eventually(
+            lambda: calm(before, footprint(worker)), "threads, descriptors and processes are as before", 15
+        )
     assert sum(counts.values()) > seconds, counts
     assert {"success", "error", "crash", "timeout", "cancel", "hang-up", "refusal", "pull"} <= set(counts), counts
     assert after["memory"] - before["memory"] < 32 * 2**20
@@ -2176,14 +2448,19 @@ def footprint(worker):
     psutil = pytest.importorskip("psutil")
     process = psutil.Process(worker.process.pid)
     return {
-        "threads": process.num_threads(), "descriptors": process.num_fds(),
-        "processes": len(process.children(recursive=True)), "memory": process.memory_info().rss,
+        "threads": process.num_threads(),
+        "descriptors": process.num_fds(),
+        "processes": len(process.children(recursive=True)),
+        "memory": process.memory_info().rss,
     }
 
 
 def calm(before, after):
     """``after`` when it is no more than ``before``; a spare process may be on its way."""
-    same = all(after[key] <= before[key] for key in ("threads", "descriptors")) and after["processes"] <= before["processes"] + 1
+    same = (
+        all(after[key] <= before[key] for key in ("threads", "descriptors"))
+        and after["processes"] <= before["processes"] + 1
+    )
     return after if same else None
 
 
@@ -2247,12 +2524,17 @@ class Soak:
 
     def hang_up(self, name):
         body, content_type = form_of([("metadata", json.dumps(envelope("x = 1", build_id=name)).encode())])
-        head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n" % (content_type.encode(), len(body))
+        head = b"POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n" % (
+            content_type.encode(),
+            len(body),
+        )
         self.client.send((head + body)[: len(head) + hash(name) % len(body)]).close()
         return "hang-up"
 
     def pull(self, name):
-        return self.expect(self.client.manifest(self.peer.manifest("y = x", [("x", "json/object", b"1")], build_id=name)), "pull", 200)
+        return self.expect(
+            self.client.manifest(self.peer.manifest("y = x", [("x", "json/object", b"1")], build_id=name)), "pull", 200
+        )
 
 
 # ---------------------------------------------------------------------------------------
@@ -2275,19 +2557,25 @@ def uv_command():
 
 def path_with_uv():
     """PATH as a worker needs it: uv first, and this Python where `uv python find` sees it."""
-    return os.pathsep.join([str(Path(uv_command()).parent), str(Path(os.path.realpath(sys.executable)).parent), os.environ["PATH"]])
+    return os.pathsep.join(
+        [str(Path(uv_command()).parent), str(Path(os.path.realpath(sys.executable)).parent), os.environ["PATH"]]
+    )
 
 
 def lock_block(folder, dependencies=("six==1.17.0",), name="notebook"):
     """The ``environment`` block of a notebook with these dependencies, locked by uv."""
     folder.mkdir(exist_ok=True)
     (folder / "pyproject.toml").write_text(PROJECT % (name, ", ".join(map(json.dumps, dependencies))))
-    done = subprocess.run([uv_command(), "lock", "--quiet", "--python", sys.executable], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [uv_command(), "lock", "--quiet", "--python", sys.executable], cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     lockfile = (folder / "uv.lock").read_text()
     return {
-        "key": strata_worker.uv_lock_key(lockfile), "python": "%d.%d" % sys.version_info[:2],
-        "lockfile": lockfile, "pyproject": (folder / "pyproject.toml").read_text(),
+        "key": strata_worker.uv_lock_key(lockfile),
+        "python": "%d.%d" % sys.version_info[:2],
+        "lockfile": lockfile,
+        "pyproject": (folder / "pyproject.toml").read_text(),
     }
 
 
@@ -2300,7 +2588,9 @@ def block(tmp_path_factory):
 
 @pytest.fixture
 def env_worker(tmp_path):
-    with WorkerProcess(STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path_with_uv(), STRATA_WORKER_ALLOW_LOCAL_HOSTS="1") as client:
+    with WorkerProcess(
+        STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path_with_uv(), STRATA_WORKER_ALLOW_LOCAL_HOSTS="1"
+    ) as client:
         client.envs = tmp_path / "envs"
         yield client
 
@@ -2311,7 +2601,10 @@ WHERE = "import six, sys\nwhere = [sys.prefix, six.__file__]\nversion = six.__ve
 def test_a_cell_runs_in_the_locked_environment_it_brings(env_worker, block):
     assert env_worker.health()["capabilities"]["features"]["locked_environments"] is True
     bundle = env_worker.run(WHERE, environment=block, timeout_seconds=60)
-    assert all(path.startswith(str(env_worker.envs)) for path in bundle.json("where")) and bundle.json("version") == "1.17.0"
+    assert (
+        all(path.startswith(str(env_worker.envs)) for path in bundle.json("where"))
+        and bundle.json("version") == "1.17.0"
+    )
     assert bundle.manifest["environment"] == {"key": block["key"], "installed": True}
     again = env_worker.run(WHERE, environment=block)
     assert again.manifest["environment"] == {"key": block["key"], "installed": False}
@@ -2319,10 +2612,15 @@ def test_a_cell_runs_in_the_locked_environment_it_brings(env_worker, block):
 
 
 def test_nothing_of_the_workers_environment_leaks_into_a_locked_cell(tmp_path, block):
-    leak = {name: str(tmp_path / name) for name in ("VIRTUAL_ENV", "PYTHONPATH", "CONDA_PREFIX", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON", "UV_PROJECT")}
+    leak = {
+        name: str(tmp_path / name)
+        for name in ("VIRTUAL_ENV", "PYTHONPATH", "CONDA_PREFIX", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON", "UV_PROJECT")
+    }
     secret = {"UV_INDEX_MINE_PASSWORD": "index-secret", "PIP_EXTRA_INDEX_URL": "https://u:index-secret@x"}
     with WorkerProcess(STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path_with_uv(), **leak, **secret) as client:
-        seen = client.run("import os, sys\nseen = dict(os.environ)\npath = sys.path", environment=block, timeout_seconds=60)
+        seen = client.run(
+            "import os, sys\nseen = dict(os.environ)\npath = sys.path", environment=block, timeout_seconds=60
+        )
         plain = client.run("import os\nseen = dict(os.environ)")
     assert not any(str(tmp_path / name) in seen.json("seen").values() for name in leak)
     assert str(tmp_path / "PYTHONPATH") not in seen.json("path")
@@ -2339,9 +2637,15 @@ def test_one_environment_serves_notebooks_that_differ_in_their_name(tmp_path, bl
 @pytest.mark.parametrize(
     "change, reason",
     [
-        ({"key": "0" * 64}, "not the key"), ({"lockfile": "not [ toml"}, "not a uv.lock"), ({"lockfile": "package = 7"}, "not a uv.lock"),
-        ({"lockfile": None}, "lockfile is missing"), ({"pyproject": ""}, "pyproject is missing"), ({"key": None}, "key is missing"),
-        ({"python": "9.99"}, "9.99"), ({"python": "--help"}, "environment.python"), ({"python": 3.13}, "environment.python"),
+        ({"key": "0" * 64}, "not the key"),
+        ({"lockfile": "not [ toml"}, "not a uv.lock"),
+        ({"lockfile": "package = 7"}, "not a uv.lock"),
+        ({"lockfile": None}, "lockfile is missing"),
+        ({"pyproject": ""}, "pyproject is missing"),
+        ({"key": None}, "key is missing"),
+        ({"python": "9.99"}, "9.99"),
+        ({"python": "--help"}, "environment.python"),
+        ({"python": 3.13}, "environment.python"),
         ({"python": "", "pyproject": "not [ toml"}, "environment.pyproject"),
     ],
 )
@@ -2355,7 +2659,11 @@ def test_a_lock_that_cannot_be_installed_is_500_with_the_reason(env_worker, bloc
 def test_a_lock_that_names_no_python_gets_one_that_the_project_allows(env_worker, block):
     """As a server sends it whose notebook never ran here."""
     pyproject = block["pyproject"].replace(">=3.9", "==%d.%d.*" % sys.version_info[:2])
-    bundle = env_worker.run("import sys\nversion = list(sys.version_info[:2])", environment={**block, "python": "", "pyproject": pyproject}, timeout_seconds=60)
+    bundle = env_worker.run(
+        "import sys\nversion = list(sys.version_info[:2])",
+        environment={**block, "python": "", "pyproject": pyproject},
+        timeout_seconds=60,
+    )
     assert bundle.json("version") == list(sys.version_info[:2])
 
 
@@ -2379,7 +2687,12 @@ def test_cells_and_workers_with_the_same_lock_build_it_once(tmp_path, block):
     path = fake_uv(tmp_path / "bin", "echo x >> %s; sleep 1" % (tmp_path / "builds"))
     env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "PATH": path}
     with WorkerProcess(**env) as one, WorkerProcess(**env) as two, contextlib.ExitStack() as stack:
-        calls = [stack.enter_context(in_background(lambda c=client: c.execute(WHERE, environment=block, timeout_seconds=0.9))) for client in (one, one, two, two)]
+        calls = [
+            stack.enter_context(
+                in_background(lambda c=client: c.execute(WHERE, environment=block, timeout_seconds=0.9))
+            )
+            for client in (one, one, two, two)
+        ]
         bundles = [call(60).bundle for call in calls]
     assert [bundle.manifest["success"] for bundle in bundles] == [True] * 4
     assert sorted(bundle.manifest["environment"]["installed"] for bundle in bundles) == [False, False, False, True]
@@ -2387,7 +2700,11 @@ def test_cells_and_workers_with_the_same_lock_build_it_once(tmp_path, block):
 
 
 def test_a_build_that_was_killed_is_never_taken_for_a_whole_one(tmp_path, block):
-    path = fake_uv(tmp_path / "bin", '[ -e %s ] || { touch %s; mkdir -p "$UV_PROJECT_ENVIRONMENT/bin"; kill -9 $$; }' % (tmp_path / "once", tmp_path / "once"))
+    path = fake_uv(
+        tmp_path / "bin",
+        '[ -e %s ] || { touch %s; mkdir -p "$UV_PROJECT_ENVIRONMENT/bin"; kill -9 $$; }'
+        % (tmp_path / "once", tmp_path / "once"),
+    )
     with WorkerProcess(STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path) as client:
         failed = client.execute(WHERE, environment=block)
         assert failed.status == 500 and "uv sync failed" in failed.json["error"]
@@ -2395,7 +2712,11 @@ def test_a_build_that_was_killed_is_never_taken_for_a_whole_one(tmp_path, block)
 
 
 def test_a_worker_that_dies_in_a_build_leaves_it_to_the_next(tmp_path, block):
-    path = fake_uv(tmp_path / "bin", '[ -e %s ] || { touch %s; mkdir -p "$UV_PROJECT_ENVIRONMENT/bin"; sleep 30; }' % (tmp_path / "once", tmp_path / "once"))
+    path = fake_uv(
+        tmp_path / "bin",
+        '[ -e %s ] || { touch %s; mkdir -p "$UV_PROJECT_ENVIRONMENT/bin"; sleep 30; }'
+        % (tmp_path / "once", tmp_path / "once"),
+    )
     env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "PATH": path}
     worker = WorkerProcess(**env)
     with worker as client, in_background(lambda: pytest.raises(OSError, client.execute, WHERE, environment=block)):
@@ -2416,7 +2737,9 @@ def test_a_cancel_stops_a_build_and_answers_409(tmp_path, block):
 
 def test_a_build_has_its_own_limit_on_time(tmp_path, block):
     path = fake_uv(tmp_path / "bin", "sleep 30 & wait")
-    with WorkerProcess(STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path, STRATA_WORKER_ENV_BUILD_SECONDS="0.5") as client:
+    with WorkerProcess(
+        STRATA_WORKER_ENV_ROOT=str(tmp_path / "envs"), PATH=path, STRATA_WORKER_ENV_BUILD_SECONDS="0.5"
+    ) as client:
         answer = client.execute("x = 1", environment=block)
     assert answer.status == 500 and "STRATA_WORKER_ENV_BUILD_SECONDS" in answer.json["error"]
 
@@ -2437,7 +2760,10 @@ def packed(tmp_path_factory, block):
     script.write_text("#!%s/bin/python\nimport six, sys; print(six.__version__, sys.prefix)\n" % folder)
     script.chmod(0o755)
     long_script = folder / "bin" / "say-long"
-    long_script.write_text("#!/bin/sh\n'''exec' \"%s/bin/python\" \"$0\" \"$@\"\n' '''\nimport six, sys; print(six.__version__, sys.prefix)\n" % folder)
+    long_script.write_text(
+        "#!/bin/sh\n'''exec' \"%s/bin/python\" \"$0\" \"$@\"\n' '''\nimport six, sys; print(six.__version__, sys.prefix)\n"
+        % folder
+    )
     long_script.chmod(0o755)
     box = io.BytesIO()
     with tarfile.open(fileobj=box, mode="w:gz") as tar:
@@ -2447,9 +2773,16 @@ def packed(tmp_path_factory, block):
 
 def test_an_environment_is_fetched_from_the_registry_and_works_at_its_new_place(tmp_path, peer, block, packed):
     peer.blobs["/r" + registry_path(block["key"])] = packed
-    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "new place"), "STRATA_WORKER_ENV_REGISTRY_URL": peer.url + "/r/", "PATH": path_with_uv()}
+    env = {
+        "STRATA_WORKER_ENV_ROOT": str(tmp_path / "new place"),
+        "STRATA_WORKER_ENV_REGISTRY_URL": peer.url + "/r/",
+        "PATH": path_with_uv(),
+    }
     with WorkerProcess(**env) as client:
-        source = WHERE + "\nimport subprocess\nsaid = [subprocess.run([name], capture_output=True, text=True).stdout.split(None, 3)[:3] for name in ('say', 'say-long')]\npython = sys.executable"
+        source = (
+            WHERE
+            + "\nimport subprocess\nsaid = [subprocess.run([name], capture_output=True, text=True).stdout.split(None, 3)[:3] for name in ('say', 'say-long')]\npython = sys.executable"
+        )
         bundle = client.run(source, environment=block)
     assert bundle.json("version") == "from the registry"
     assert bundle.json("said") == [["from", "the", "registry"]] * 2
@@ -2460,11 +2793,17 @@ def test_an_environment_is_fetched_from_the_registry_and_works_at_its_new_place(
 
 
 @pytest.mark.parametrize("status, outcome", [(404, 200), (500, 500), (403, 500)])
-def test_a_registry_without_it_means_a_build_and_any_other_failure_fails_the_cell(tmp_path, peer, block, status, outcome):
+def test_a_registry_without_it_means_a_build_and_any_other_failure_fails_the_cell(
+    tmp_path, peer, block, status, outcome
+):
     path = registry_path(block["key"])
     peer.faults[path] = [{"status": status, "body": b"no"}]
     peer.blobs[path] = b""
-    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "STRATA_WORKER_ENV_REGISTRY_URL": peer.url, "PATH": path_with_uv()}
+    env = {
+        "STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"),
+        "STRATA_WORKER_ENV_REGISTRY_URL": peer.url,
+        "PATH": path_with_uv(),
+    }
     with WorkerProcess(**env) as client:
         answer = client.execute(WHERE, environment=block, timeout_seconds=60)
     assert answer.status == outcome
@@ -2511,7 +2850,11 @@ HOSTILE_ARCHIVES = {
 @pytest.mark.parametrize("attack", HOSTILE_ARCHIVES)
 def test_a_hostile_archive_is_refused_whole(tmp_path, peer, block, attack):
     peer.blobs[registry_path(block["key"])] = archive_of(*HOSTILE_ARCHIVES[attack])
-    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "STRATA_WORKER_ENV_REGISTRY_URL": peer.url, "PATH": path_with_uv()}
+    env = {
+        "STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"),
+        "STRATA_WORKER_ENV_REGISTRY_URL": peer.url,
+        "PATH": path_with_uv(),
+    }
     with WorkerProcess(**env) as client:
         answer = client.execute("x = 1", environment=block)
     assert answer.status == 500 and answer.json["error"].startswith("locked environment: ")
@@ -2519,10 +2862,17 @@ def test_a_hostile_archive_is_refused_whole(tmp_path, peer, block, attack):
     assert not list((tmp_path / "envs").glob("*/.strata-complete"))
 
 
-@pytest.mark.parametrize("archive", [b"no gzip", archive_of(("bin/python", FILE, b"#!/bin/sh\n"))[:-20], archive_of(("big", FILE, bytes(10**6)))])
+@pytest.mark.parametrize(
+    "archive",
+    [b"no gzip", archive_of(("bin/python", FILE, b"#!/bin/sh\n"))[:-20], archive_of(("big", FILE, bytes(10**6)))],
+)
 def test_an_archive_that_is_broken_or_too_large_is_refused(tmp_path, peer, block, archive):
     peer.blobs[registry_path(block["key"])] = archive
-    env = {"STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"), "STRATA_WORKER_ENV_REGISTRY_URL": peer.url, "PATH": path_with_uv()}
+    env = {
+        "STRATA_WORKER_ENV_ROOT": str(tmp_path / "envs"),
+        "STRATA_WORKER_ENV_REGISTRY_URL": peer.url,
+        "PATH": path_with_uv(),
+    }
     with WorkerProcess(STRATA_WORKER_ENV_MAX_BYTES="100000", **env) as client:
         answer = client.execute("x = 1", environment=block)
     assert answer.status == 500 and answer.json["error"].startswith("locked environment: ")
@@ -2548,14 +2898,742 @@ def test_print_env_path_names_the_interpreter_and_the_platform():
     import sysconfig
 
     done = run_command("--print-env-path", sys.executable)
-    assert done.stdout.strip() == "cpython-%s%s/%s" % (platform.python_version(), sys.abiflags, sysconfig.get_platform())
+    assert done.stdout.strip() == "cpython-%s%s/%s" % (
+        platform.python_version(),
+        sys.abiflags,
+        sysconfig.get_platform(),
+    )
 
 
 def test_a_locked_cell_is_forked_once_its_fork_server_is_there(env_worker, block):
     env_worker.run(WHERE, environment=block, timeout_seconds=60)
-    servers = eventually(lambda: [c for _, c in processes_of(env_worker.worker.process.pid) if str(env_worker.envs) in c[0]], "a fork server")
+    servers = eventually(
+        lambda: [c for _, c in processes_of(env_worker.worker.process.pid) if str(env_worker.envs) in c[0]],
+        "a fork server",
+    )
     assert "--fork-server" in servers[0]
     assert env_worker.run(WHERE, environment=block).json("version") == "1.17.0"
+
+
+# ---------------------------------------------------------------------------------------
+# Output folders: what comes back of a folder, whatever its cell put there
+# ---------------------------------------------------------------------------------------
+
+
+def folders_of(bundle):
+    """``{"name/path": bytes}`` of a bundle, whose manifest has to agree with its members."""
+    listed = {
+        "%s/%s" % (name, path): size
+        for name, files in bundle.manifest["output_dirs"].items()
+        for path, size in files.items()
+    }
+    members = {name[len("dirs/") :]: data for name, data in bundle.files.items() if name.startswith("dirs/")}
+    assert listed == {name: len(data) for name, data in members.items()}
+    return members
+
+
+@pytest.mark.parametrize(
+    "source, names",
+    [
+        ("# @output_dir plots\nx = 1", ["plots"]),
+        ("#@OUTPUT_DIR plots\n\n  # a comment\n# @output_dir  models  \nx = 1", ["plots", "models"]),
+        ("# @output_dir a\n# @output_dir a", ["a"]),
+        ("# @output_dir größe", ["größe"]),
+        ("x = 1\n# @output_dir late", []),
+        ("# @output_dir ../evil\n# @output_dir a b\n# @output_dir\n# @output_dirs x\n## @output_dir y", []),
+        ('"""\n# @output_dir in_text\n"""', []),
+        ("", []),
+    ],
+)
+def test_output_folders_are_named_by_the_comments_before_the_first_statement(source, names):
+    assert output_dir_names(source) == names
+
+
+def test_an_output_folder_comes_back_with_its_files_and_without_one_the_manifest_says_so(worker):
+    bundle = worker.run(
+        "# @output_dir plots\n# @output_dir empty\n(plots / 'a b').mkdir()\n(plots / 'a b' / 'ž.txt').write_text('deep')\n"
+        "(plots / 'top').write_bytes(b'')\nassert not list(empty.iterdir())"
+    )
+    assert folders_of(bundle) == {"plots/a b/ž.txt": b"deep", "plots/top": b""}
+    assert bundle.manifest["output_dirs"]["empty"] == {}
+    assert "output_dirs_streamed" not in bundle.manifest
+    assert worker.run("x = 1").manifest["output_dirs"] == {}
+
+
+def test_an_output_folder_comes_back_when_the_cell_raises(worker):
+    bundle = worker.execute("# @output_dir logs\n(logs / 'l').write_text('so far')\nraise ValueError('x')").bundle
+    assert not bundle.manifest["success"] and folders_of(bundle) == {"logs/l": b"so far"}
+
+
+HOSTILE_FOLDERS = """# @output_dir out
+import os, socket
+(out / 'fine').write_text('yes')
+os.symlink('/etc/passwd', out / 'link')
+os.symlink('/etc', out / 'folder_link')
+os.mkfifo(out / 'pipe')
+os.chdir(out)
+socket.socket(socket.AF_UNIX).bind('socket')
+open(b'bad\\xff', 'w').close()
+os.link('fine', 'twin')
+for _ in range(150):
+    os.mkdir('d')
+    os.chdir('d')
+open('deepest', 'w').close()
+"""
+
+
+def test_only_regular_files_come_back_and_what_is_left_out_is_said(worker):
+    bundle = worker.run(HOSTILE_FOLDERS)
+    assert folders_of(bundle) == {"out/fine": b"yes", "out/twin": b"yes"}
+    for name in ("'link'", "'folder_link'", "'pipe'", "'socket'", r"'bad\\udcff'", "too deep"):
+        assert name in bundle.stderr, name
+    assert "root:" not in str(bundle.files)
+
+
+@pytest.mark.parametrize(
+    "swap",
+    [
+        "os.rmdir(out); os.symlink('/etc', out)",
+        "os.rename(out.parent, out.parent.parent / 'x'); os.symlink('/', out.parent)",
+    ],
+)
+def test_a_folder_that_became_a_link_is_not_followed(worker, swap):
+    bundle = worker.run("# @output_dir out\nimport os\n" + swap)
+    assert folders_of(bundle) == {} and "no folder any more" in bundle.stderr
+
+
+def test_links_swapped_in_during_the_walk_are_never_followed(tmp_path):
+    """One thread swaps a folder and a link to a folder with a secret, another walks."""
+    (tmp_path / "dirs/out/inner").mkdir(parents=True)
+    (tmp_path / "dirs/out/inner/file").write_text("mine")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/file").write_text("theirs, longer")
+    stop = threading.Event()
+
+    def swap():
+        inner, aside = tmp_path / "dirs/out/inner", tmp_path / "aside"
+        while not stop.is_set():
+            os.rename(inner, aside)
+            os.symlink(tmp_path / "secret", inner)
+            os.unlink(inner)
+            os.rename(aside, inner)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for _ in range(2000):
+            for _, status in strata_worker.regular_files(str(tmp_path), "dirs/out"):
+                assert status.st_size == 4
+            with contextlib.suppress(OSError):
+                os.close(strata_worker.open_below(str(tmp_path), "dirs/out/inner/file", os.O_RDONLY))
+    finally:
+        stop.set()
+        thread.join()
+
+
+# ---------------------------------------------------------------------------------------
+# Folder inputs: tars, honest and hostile
+# ---------------------------------------------------------------------------------------
+
+
+def tar_of(*members):
+    """A tar of (name, bytes or TarInfo changes)."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, bytes):
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+            else:
+                vars_of = dict(content)
+                for key, value in vars_of.items():
+                    setattr(info, key, value)
+                tar.addfile(info)
+    return file.getvalue()
+
+
+def test_a_folder_input_is_a_path_to_its_files(worker, peer_worker):
+    data = tar_of(("a/b.txt", b"hello"), ("a/c.sh", b"x"), ("top", b""))
+    source = "seen = [sorted(str(p.relative_to(plots)) for p in plots.rglob('*')), (plots / 'a/b.txt').read_text(), plots.is_absolute(), plots.name]"
+    expected = [["a", "a/b.txt", "a/c.sh", "top"], "hello", True, "plots.dir"]
+    assert worker.run(source, [("plots", "dir/tar", data)]).json("seen") == expected
+    client, peer = peer_worker
+    assert client.manifest(peer.manifest(source, [("plots", "dir/tar", data)])).status == 200
+    assert peer.bundle().json("seen") == expected
+
+
+def test_an_empty_folder_input_is_an_empty_folder(worker):
+    assert worker.run("seen = list(plots.iterdir())", [("plots", "dir/tar", tar_of())]).json("seen") == []
+
+
+EVIL_TARS = {
+    "parent": tar_of(("../evil", b"x")),
+    "inner parent": tar_of(("a/../../evil", b"x")),
+    "absolute": tar_of(("/tmp/evil", b"x")),
+    "symlink": tar_of(("l", {"type": tarfile.SYMTYPE, "linkname": "/etc"}), ("l/passwd", b"x")),
+    "hard link": tar_of(("l", {"type": tarfile.LNKTYPE, "linkname": "/etc/passwd"})),
+    "device": tar_of(("d", {"type": tarfile.CHRTYPE, "devmajor": 1})),
+    "pipe": tar_of(("p", {"type": tarfile.FIFOTYPE})),
+    "twice": tar_of(("a", b"x"), ("a", b"y")),
+    "file and folder": tar_of(("a", b"x"), ("a/b", b"y")),
+    "deep": tar_of(("a/" * 500 + "b", b"x")),
+    "no tar": b"just text" * 100,
+    "nothing": b"",
+    "cut": tar_of(("a", bytes(5000)))[:2000],
+    "compressed": __import__("gzip").compress(tar_of(("a", b"x"))),
+}
+
+
+@pytest.mark.parametrize("name", EVIL_TARS)
+def test_a_tar_that_is_no_folder_is_refused_with_the_inputs_name(worker, name):
+    answer = worker.execute("x = 1", [("plots", "dir/tar", EVIL_TARS[name])])
+    assert answer.status == 400 and "'plots'" in answer.json["detail"], answer.body
+    assert not Path("/tmp/evil").exists()
+
+
+def test_a_sparse_member_cannot_make_more_of_itself(tmp_path):
+    info = tarfile.TarInfo("bomb")
+    info.size, info.type = 512, tarfile.GNUTYPE_SPARSE
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    block[386:410] = b"%011o\0%011o\0" % (0, 512)  # one piece, and then
+    block[483:495] = b"%011o\0" % 2**33  # 8 GiB of nothing
+    block[148:156] = b"%06o\0 " % (sum(block[:148]) + 8 * 32 + sum(block[156:512]))
+    (tmp_path / "t.tar").write_bytes(bytes(block) + bytes(512) + bytes(1024))
+    with pytest.raises(ValueError, match="bomb"):
+        unpack_folder(tmp_path / "t.tar", tmp_path / "out", lambda: None)
+
+
+def test_a_negative_size_does_not_turn_in_circles(tmp_path):
+    info = tarfile.TarInfo("a")
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    block[124:136] = b"\xff" * 4 + struct.pack(">q", -512)
+    block[148:156] = b"%06o\0 " % (sum(block[:148]) + 8 * 32 + sum(block[156:512]))
+    first = tarfile.TarInfo("first").tobuf(tarfile.GNU_FORMAT)
+    (tmp_path / "t.tar").write_bytes(first + bytes(block) + bytes(1024))
+    with pytest.raises(ValueError):
+        unpack_folder(tmp_path / "t.tar", tmp_path / "out", lambda: None)
+
+
+# ---------------------------------------------------------------------------------------
+# Streaming: files that are posted while their cell runs
+# ---------------------------------------------------------------------------------------
+
+
+class FolderPeer(Peer):
+    """Takes output files: 201, but for what ``answers`` says of a path, one answer after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = {}
+
+    def respond(self, handler, path, fault):
+        if path == "/output-file":
+            fields = dict(urllib.parse.parse_qsl(handler.path.partition("?")[2]))
+            answers = self.answers.get(fields["path"], [201])
+            fault = {"status": answers.pop(0) if len(answers) > 1 else answers[0]}
+        super().respond(handler, path, fault)
+
+    def posts(self):
+        """(folder, path, body) in the order of their arrival."""
+        found = []
+        for _, path, _, body in list(self.requests):
+            if path.startswith("/output-file"):
+                fields = dict(urllib.parse.parse_qsl(path.partition("?")[2]))
+                assert fields["signature"] == "s3cret"
+                found.append((fields["folder"], fields["path"], body))
+        return found
+
+    def streamed(self, source, **changes):
+        return self.manifest(source, output_file_url=self.url + "/output-file?signature=s3cret", **changes)
+
+
+@pytest.fixture(scope="session")
+def streaming_worker():
+    with WorkerProcess(STRATA_WORKER_ALLOW_LOCAL_HOSTS="1", STRATA_WORKER_OUTPUT_DIR_POLL_SECONDS="0.1") as client:
+        yield client
+
+
+@pytest.fixture
+def peer_worker(streaming_worker):
+    with contextlib.closing(FolderPeer()) as peer:
+        yield streaming_worker, peer
+
+
+WAIT_FOR = "import time\nuntil = time.monotonic() + 20\nwhile not %s and time.monotonic() < until: time.sleep(0.02)\n"
+
+
+def run_streamed(peer_worker, source, tmp_path, meanwhile=lambda: None, **changes):
+    """Run a cell that waits for the file ``go``, which appears when ``meanwhile`` is over."""
+    client, peer = peer_worker
+    answers = []
+    go = WAIT_FOR % ("__import__('os').path.exists(%r)" % str(tmp_path / "go"))
+    thread = threading.Thread(
+        target=lambda: answers.append(client.manifest(peer.streamed(source.replace("WAIT\n", go), **changes)))
+    )
+    thread.start()
+    try:
+        meanwhile()
+    finally:
+        (tmp_path / "go").touch()
+        thread.join()
+    assert answers[0].status == 200, answers[0].body
+    return peer.bundle()
+
+
+def test_a_settled_file_is_posted_while_the_cell_runs_and_left_out_of_the_bundle(peer_worker, tmp_path):
+    _, peer = peer_worker
+    source = "# @output_dir out\n(out / 's').mkdir()\n(out / 's' / 'ü &.txt').write_text('early')\nWAIT\n(out / 'late').write_text('late')"
+    bundle = run_streamed(peer_worker, source, tmp_path, lambda: eventually(peer.posts, "the file is posted", 20))
+    assert peer.posts() == [("out", "s/ü &.txt", b"early"), ("out", "late", b"late")]
+    assert bundle.manifest["output_dirs_streamed"] == {"out": ["late", "s/ü &.txt"]}
+    assert bundle.manifest["output_dirs"] == {"out": {}} and folders_of(bundle) == {}
+
+
+def test_a_file_that_changes_after_it_was_posted_is_posted_again_even_with_its_old_mtime(peer_worker, tmp_path):
+    _, peer = peer_worker
+    source = (
+        "# @output_dir out\nimport os\n(out / 'f').write_text('one')\nold = os.stat(out / 'f')\nWAIT\n"
+        "(out / 'f').write_text('two')\nos.utime(out / 'f', ns=(old.st_atime_ns, old.st_mtime_ns))"
+    )
+    bundle = run_streamed(peer_worker, source, tmp_path, lambda: eventually(peer.posts, "the file is posted", 20))
+    assert [body for _, _, body in peer.posts()] == [b"one", b"two"]
+    assert bundle.manifest["output_dirs_streamed"] == {"out": ["f"]}
+
+
+def test_what_the_server_refuses_goes_in_the_bundle_and_what_fails_is_tried_again(peer_worker, tmp_path):
+    _, peer = peer_worker
+    peer.answers = {"refused": [413], "flaky": [500, 429, 201]}
+    source = "# @output_dir out\n(out / 'refused').write_text('r')\n(out / 'flaky').write_text('f')\nWAIT\nraise ValueError('too')"
+    bundle = run_streamed(
+        peer_worker, source, tmp_path, lambda: eventually(lambda: len(peer.posts()) >= 4, "four posts", 20)
+    )
+    assert sorted(path for _, path, _ in peer.posts()) == ["flaky"] * 3 + ["refused"]
+    assert bundle.manifest["output_dirs_streamed"] == {"out": ["flaky"]} and folders_of(bundle) == {"out/refused": b"r"}
+
+
+def test_a_file_that_is_gone_at_the_end_is_in_neither_list(peer_worker, tmp_path):
+    _, peer = peer_worker
+    source = "# @output_dir out\n(out / 'f').write_text('x')\nWAIT\n(out / 'f').unlink()"
+    bundle = run_streamed(peer_worker, source, tmp_path, lambda: eventually(peer.posts, "the file is posted", 20))
+    assert bundle.manifest["output_dirs_streamed"] == {"out": []} and folders_of(bundle) == {}
+
+
+def test_a_server_that_takes_no_file_costs_the_run_nothing(peer_worker, tmp_path):
+    _, peer = peer_worker
+    peer.answers = {str(number): [503] for number in range(50)}
+    bundle = run_streamed(
+        peer_worker, "# @output_dir out\nfor n in range(50): (out / str(n)).write_text('x')", tmp_path
+    )
+    assert len(folders_of(bundle)) == 50 and len(peer.posts()) < 50
+
+
+def test_a_cell_without_output_folders_streams_nothing(peer_worker):
+    client, peer = peer_worker
+    assert client.manifest(peer.streamed("x = 1")).status == 200
+    assert "output_dirs_streamed" not in peer.bundle().manifest and not peer.posts()
+
+
+def test_the_output_file_url_is_judged_like_every_other(worker):
+    with contextlib.closing(FolderPeer()) as peer:
+        manifest = {**peer.manifest("x = 1"), "output_file_url": "http://169.254.169.254/"}
+        for key in ("output", "finalize_url"):
+            manifest[key] = json.loads(json.dumps(manifest[key]).replace(peer.url, "https://1.1.1.1"))
+        answer = worker.manifest(manifest)
+    assert answer.status == 400 and "output_file_url" in answer.json["detail"]
+
+
+# ---------------------------------------------------------------------------------------
+# Options: fsspec's names translated, credentials, secrets kept
+# ---------------------------------------------------------------------------------------
+
+
+def test_health_says_what_of_folders_and_mounts_is_served(worker):
+    features = worker.health()["capabilities"]["features"]
+    assert features["output_dirs"] is features["folder_inputs"] is features["mount_cache_probe"] is True
+
+
+@pytest.mark.parametrize(
+    "scheme, options, arguments",
+    [
+        ("s3", {}, {}),
+        ("s3", {"anon": True}, {"anonymous": True}),
+        ("s3", {"anon": True, "key": "k", "secret": "s"}, {"anonymous": True}),
+        ("s3", {"key": "k", "secret": "s", "token": "t"}, {"access_key": "k", "secret_key": "s", "session_token": "t"}),
+        (
+            "s3",
+            {"endpoint_url": "http://h:9000/", "profile": "p"},
+            {"scheme": "http", "endpoint_override": "h:9000", "profile": "p"},
+        ),
+        (
+            "s3",
+            {
+                "client_kwargs": {
+                    "region_name": "eu-west-1",
+                    "endpoint_url": "https://h",
+                    "verify": "/ca.pem",
+                    "aws_access_key_id": "k",
+                }
+            },
+            {
+                "region": "eu-west-1",
+                "scheme": "https",
+                "endpoint_override": "h",
+                "tls_ca_file_path": "/ca.pem",
+                "access_key": "k",
+            },
+        ),
+        (
+            "s3",
+            {"use_ssl": False, "endpoint_url": "https://h", "client_kwargs": None},
+            {"scheme": "https", "endpoint_override": "h"},
+        ),
+        ("s3", {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}, {"force_virtual_addressing": True}),
+        ("gs", {"token": "anon", "project": "p"}, {"anonymous": True, "project_id": "p"}),
+        ("gs", {"token": "google_default"}, {}),
+        ("gs", {"token": "/key.json"}, {"token_file": "/key.json"}),
+        ("gs", {"token": {"type": "service_account"}}, {"token_info": {"type": "service_account"}}),
+        (
+            "gs",
+            {"token": "ya29.x", "endpoint_url": "http://h:1"},
+            {"access_token": "ya29.x", "scheme": "http", "endpoint_override": "h:1"},
+        ),
+        (
+            "az",
+            {"account_name": "a", "account_key": "k"},
+            {"account_name": "a", "account_key": "k", "anonymous": False},
+        ),
+        ("az", {"account_name": "a"}, {"account_name": "a", "anonymous": True}),
+        ("az", {"account_name": "a", "anon": False}, {"account_name": "a", "anonymous": False}),
+        (
+            "az",
+            {"account_name": "a", "anon": True, "sas_token": "?sv=1"},
+            {"account_name": "a", "sas_token": "sv=1", "anonymous": False},
+        ),
+        (
+            "az",
+            {"account_name": "a", "tenant_id": "t", "client_id": "c", "client_secret": "s"},
+            {"account_name": "a", "tenant_id": "t", "client_id": "c", "client_secret": "s", "anonymous": False},
+        ),
+        (
+            "az",
+            {
+                "connection_string": "AccountName=a;AccountKey=k==;BlobEndpoint=http://127.0.0.1:1/a;QueueEndpoint=http://127.0.0.1:2/a"
+            },
+            {
+                "account_name": "a",
+                "account_key": "k==",
+                "anonymous": False,
+                "blob_storage_authority": "127.0.0.1:1",
+                "dfs_storage_authority": "127.0.0.1:1",
+                "blob_storage_scheme": "http",
+                "dfs_storage_scheme": "http",
+            },
+        ),
+        (
+            "az",
+            {
+                "connection_string": "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=k;EndpointSuffix=core.chinacloudapi.cn"
+            },
+            {
+                "account_name": "a",
+                "account_key": "k",
+                "anonymous": False,
+                "blob_storage_authority": ".blob.core.chinacloudapi.cn",
+                "dfs_storage_authority": ".dfs.core.chinacloudapi.cn",
+                "blob_storage_scheme": "https",
+                "dfs_storage_scheme": "https",
+            },
+        ),
+    ],
+)
+def test_fsspec_options_are_said_as_pyarrow_says_them(scheme, options, arguments):
+    assert store_arguments(scheme, options) == arguments
+
+
+@pytest.mark.parametrize(
+    "scheme, options, named",
+    [
+        ("s3", {"requester_pays": True}, "'requester_pays'"),
+        ("s3", {"client_kwargs": {"verify": False}}, "'client_kwargs.verify'"),
+        ("s3", {"client_kwargs": {"config": {}}}, "'client_kwargs.config'"),
+        ("s3", {"client_kwargs": []}, "'client_kwargs'"),
+        ("s3", {"config_kwargs": {"s3": {"addressing_style": "s3cret"}}}, "addressing_style"),
+        ("s3", {"key": 5}, "'key'"),
+        ("s3", {"anon": "s3cret"}, "'anon'"),
+        ("s3", {"endpoint_url": "ftp://s3cret"}, "'endpoint_url'"),
+        ("s3", {"endpoint_url": "http://u:s3cret@h"}, "'endpoint_url'"),
+        ("gs", {"token": "browser"}, "'token'"),
+        ("gs", {"requester_pays": "p"}, "'requester_pays'"),
+        ("az", {"account_key": "s3cret"}, "'account_name'"),
+        ("az", {"connection_string": "s3cret=="}, "'connection_string'"),
+        ("az", {"account_name": "a", "endpoint_url": "https://other.example"}, "endpoint"),
+        ("az", {"account_name": "a", "credential": "s3cret"}, "'credential'"),
+    ],
+)
+def test_an_option_without_a_counterpart_is_refused_by_name_and_without_its_value(scheme, options, named):
+    with pytest.raises(OptionError, match=re.escape(named)) as refusal:
+        store_arguments(scheme, options)
+    assert "s3cret" not in str(refusal.value)
+
+
+def mounted(uri="s3://bucket/p", name="data", **more):
+    return {"name": name, "uri": uri, "mode": "ro", "pin": None, "options": {}, "credential": None, **more}
+
+
+@pytest.mark.parametrize(
+    "mount, why",
+    [
+        (mounted("file:///etc"), "file://"),
+        (mounted("/etc"), "file://"),
+        (mounted("ftp://h/x"), "schemes"),
+        (mounted("s3://"), "bucket/prefix"),
+        (mounted("s3://key:s3cret@bucket/p"), "bucket/prefix"),
+        (mounted("az://c/p?sig=s3cret"), "bucket/prefix"),
+        (mounted("s3://bucket/../other"), "bucket/prefix"),
+        (mounted(name="not a name"), "name"),
+        (mounted(name="../evil"), "name"),
+        (mounted(mode="wo"), "mode"),
+        (mounted(options={"requester_pays": True}), "requester_pays"),
+        (mounted(credential="nowhere"), "'nowhere' is not defined"),
+    ],
+)
+def test_a_mount_that_cannot_be_served_is_a_400_that_says_why(worker, mount, why):
+    answer = worker.execute("x = 1", mounts=[mount])
+    assert answer.status == 400 and why in answer.json["detail"] and "s3cret" not in answer.json["detail"]
+
+
+def test_a_refused_mount_downloads_no_input(peer_worker):
+    client, peer = peer_worker
+    manifest = peer.manifest("x = 1", [("x", "json/object", b"1")], params={"mounts": [mounted(options={"nope": 1})]})
+    assert client.manifest(manifest).status == 400 and not peer.requests
+
+
+def settings(**environ):
+    return Settings.load(
+        {name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in environ.items()}
+    )
+
+
+def arguments_of(loaded, **mount):
+    return Store(loaded, Mount("m", "s3://b/p", mount.pop("scheme", "s3"), "b/p", **mount)).arguments
+
+
+def test_credentials_come_by_name_over_those_of_the_scheme_and_under_the_mounts_own_options(tmp_path):
+    (tmp_path / "secret").write_text("first\n")
+    loaded = settings(
+        strata_notebook_credentials={
+            "org": {"key": "org", "secret": "${file:%s}" % (tmp_path / "secret"), "endpoint_url": "http://org"},
+            "lab": {"key": "${LAB_KEY}", "client_kwargs": {"region_name": "${LAB_REGION}"}},
+        },
+        strata_notebook_mount_credentials={"s3": "org"},
+        lab_key="lab",
+        lab_region="eu-1",
+    )
+    assert arguments_of(loaded) == {
+        "access_key": "org",
+        "secret_key": "first",
+        "scheme": "http",
+        "endpoint_override": "org",
+    }
+    (tmp_path / "secret").write_text("second")
+    assert arguments_of(loaded, credential="lab", options={"endpoint_url": "http://mine"}) == {
+        "access_key": "lab",
+        "secret_key": "second",
+        "region": "eu-1",
+        "scheme": "http",
+        "endpoint_override": "mine",
+    }
+    assert arguments_of(
+        settings(strata_notebook_mount_credentials={"gcs": "x"}, strata_notebook_credentials={"x": {"project": "p"}}),
+        scheme="gs",
+    ) == {"project_id": "p"}
+
+
+@pytest.mark.parametrize(
+    "value, named", [("${UNSET}", "UNSET"), ("${file:relative}", "absolute"), ("${file:/no/such}", "cannot be read")]
+)
+def test_a_credential_that_cannot_be_made_out_is_named(value, named):
+    with pytest.raises(WorkerError, match="'lab'.*" + named) as refusal:
+        arguments_of(
+            settings(strata_notebook_credentials={"lab": {"key": value, "secret": "s3cret"}}), credential="lab"
+        )
+    assert refusal.value.status == 500 and "s3cret" not in refusal.value.message
+
+
+def test_a_notebook_cannot_say_where_a_credential_that_is_sent_as_it_is_goes_to():
+    loaded = settings(
+        strata_notebook_credentials={"lab": {"account_name": "a", "sas_token": "sig=s3cret", "token": "t"}}
+    )
+    for scheme in ("az", "gs"):
+        with pytest.raises(WorkerError, match="endpoint_url"):
+            arguments_of(loaded, scheme=scheme, credential="lab", options={"endpoint_url": "http://evil/a"})
+
+
+def test_an_error_never_quotes_a_secret_in_any_of_its_forms():
+    loaded = settings(strata_notebook_credentials={"lab": {"account_name": "a", "sas_token": "sv=1&sig=a%2Fb%2Bc"}})
+    store = Store(loaded, Mount("m", "az://b/p", "az", "b/p", credential="lab"))
+    shown = store.failure("GET https://a/?sv=1&sig=a%2Fb%2Bc and sig=a/b+c and a%2Fb%2Bc").message
+    assert "b+c" not in shown and "2Bc" not in shown and "'m'" in shown
+
+
+def test_a_cell_sees_no_variable_that_a_credential_is_made_of():
+    env = {"STRATA_NOTEBOOK_CREDENTIALS": '{"lab": {"key": "${LAB_KEY}"}}', "LAB_KEY": "s3cret"}
+    with WorkerProcess(**env) as client:
+        assert "s3cret" not in str(client.run("import os\nseen = dict(os.environ)").json("seen"))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("STRATA_NOTEBOOK_CREDENTIALS", "s3cret"),
+        ("STRATA_NOTEBOOK_CREDENTIALS", '{"a": "s3cret"}'),
+        ("STRATA_NOTEBOOK_MOUNT_CREDENTIALS", '{"ftp": "s3cret"}'),
+        ("STRATA_NOTEBOOK_MOUNT_CACHE_MAX_BYTES", "-1"),
+    ],
+)
+def test_a_bad_setting_is_named_and_a_secret_one_not_shown(name, value):
+    with pytest.raises(ValueError, match=name) as refusal:
+        Settings.load({name: value})
+    assert "s3cret" not in str(refusal.value)
+
+
+# ---------------------------------------------------------------------------------------
+# Cache: what is kept of a mount, and what is believed
+# ---------------------------------------------------------------------------------------
+
+HOUR = 3600 * 10**9
+
+
+class Kept:
+    """A cache with one object, and a way to ask for it."""
+
+    def __init__(self, folder, age=2 * HOUR):
+        self.folder, self.cache = folder, MountCache(folder / "cache", 0, 0)
+        self.now = time.time_ns()
+        self.info = types.SimpleNamespace(path="bucket/a", size=5, mtime_ns=self.now - age)
+        self.keep(b"hello", "v1")
+
+    def keep(self, data, version):
+        (self.folder / "fetched").write_bytes(data)
+        with open(self.folder / "fetched", "r+b") as file:
+            self.cache.keep("scope", self.info, version, file.fileno(), self.now / 1e9)
+
+    def get(self, version="v1", scope="scope"):
+        self.asked = []
+
+        def ask(path):
+            self.asked.append(path)
+            return version
+
+        with open(self.folder / "target", "w+b") as target:
+            return (
+                target.read()
+                if self.cache.copy(scope, self.info, target.fileno(), ask) and not target.seek(0)
+                else None
+            )
+
+    @property
+    def data(self):
+        return self.cache.places("scope", "bucket/a")[0]
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return Kept(tmp_path)
+
+
+def test_an_old_object_is_known_by_size_and_time_alone(kept):
+    assert kept.get() == b"hello" and kept.asked == []
+
+
+@pytest.mark.parametrize("change", [{"size": 6}, {"mtime_ns": 1}, {"path": "bucket/b"}])
+def test_another_size_time_or_path_is_another_object(kept, change):
+    vars(kept.info).update(change)
+    assert kept.get() is None
+
+
+def test_who_reaches_the_store_otherwise_gets_nothing(kept):
+    assert kept.get(scope="other") is None
+
+
+def test_a_fresh_object_is_asked_for_its_version_until_it_is_old(tmp_path, monkeypatch):
+    kept = Kept(tmp_path, age=0)
+    assert kept.get("v1") == b"hello" and kept.asked == ["bucket/a"]
+    assert kept.get("v2") is None
+    later = time.time() + 3600
+    monkeypatch.setattr(strata_worker.time, "time", lambda: later)
+    assert kept.get("v1") == b"hello" and kept.asked == ["bucket/a"]
+    assert kept.get("v2") == b"hello" and kept.asked == []
+
+
+def test_what_a_cell_writes_to_its_copy_is_not_in_the_cache(kept):
+    kept.get()
+    (kept.folder / "target").write_bytes(b"evil!")
+    assert kept.get() == b"hello"
+    assert os.stat(kept.data).st_nlink == 1
+
+
+def rewrite(kept):
+    status = os.stat(kept.data)
+    kept.data.write_bytes(b"evil!")
+    os.utime(kept.data, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def swap(kept):
+    kept.data.with_name("x").write_bytes(b"evil!")
+    os.replace(kept.data.with_name("x"), kept.data)
+
+
+def forge(kept):
+    rewrite(kept)
+    status = os.stat(kept.data)
+    note = kept.data.with_suffix(".json")
+    fields = json.loads(note.read_text())
+    fields["identity"] = [status.st_ino, status.st_size, status.st_ctime_ns]
+    note.write_text(json.dumps(fields))
+
+
+def link(kept):
+    kept.data.unlink()
+    kept.data.symlink_to("/etc/passwd")
+
+
+def pipe(kept):
+    kept.data.with_suffix(".json").unlink()
+    os.mkfifo(kept.data.with_suffix(".json"))
+
+
+def junk(kept):
+    kept.data.with_suffix(".json").write_text('["no record"]')
+
+
+@pytest.mark.parametrize("attack", [rewrite, swap, forge, link, pipe, junk])
+def test_a_cell_that_tampers_with_the_cache_only_empties_it(kept, attack):
+    attack(kept)
+    assert kept.get() is None
+
+
+def test_a_cache_that_cannot_be_written_fails_nothing(tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    assert Kept(tmp_path).get() is None
+
+
+def test_the_sweep_takes_the_longest_unused_until_the_rest_fits_and_what_is_idle(kept):
+    for number in range(4):
+        kept.info = types.SimpleNamespace(path="bucket/%d" % number, size=5, mtime_ns=1)
+        kept.keep(b"12345", "v")
+        note = kept.cache.places("scope", kept.info.path)[1]
+        os.utime(note, (time.time() - number * 86400,) * 2)
+    kept.cache.max_bytes = 15
+    kept.cache.sweep()
+    assert [
+        bool(kept.cache.record("scope", path)) for path in ("bucket/a", "bucket/0", "bucket/1", "bucket/2", "bucket/3")
+    ] == [True, True, True, False, False]
+    kept.cache.max_bytes, kept.cache.max_idle_days = 0, 0.5
+    kept.cache.sweep()
+    assert kept.cache.record("scope", "bucket/1") is None and kept.cache.record("scope", "bucket/0")
+    assert len(list(kept.cache.root.glob("*/*"))) == 4
 
 
 # ---------------------------------------------------------------------------------------
@@ -2582,9 +3660,7 @@ class Ran:
             for path in (folder / "stdout", folder / "stderr")
         )
         result = folder / "result.json"
-        self.result = (
-            json.loads(result.read_text(), parse_constant=refuse) if result.exists() else {}
-        )
+        self.result = json.loads(result.read_text(), parse_constant=refuse) if result.exists() else {}
         self.error = self.result.get("error")
         self.traceback = self.result.get("traceback")
         self.variables = self.result.get("variables")
@@ -2654,9 +3730,7 @@ def spawn(folder: pathlib.Path, env: dict, python_options) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     streams = [os.open(folder / name, flags, 0o600) for name in ("stdout", "stderr")]
     try:
-        return subprocess.run(
-            command, stdout=streams[0], stderr=streams[1], env=env, timeout=60
-        ).returncode
+        return subprocess.run(command, stdout=streams[0], stderr=streams[1], env=env, timeout=60).returncode
     finally:
         for stream in streams:
             os.close(stream)
@@ -3713,16 +4787,12 @@ def plain(item):
 # Displays
 # --------------------------------------------------------------------------------------------
 
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAMAAAACCAIAAAASFvFNAAAAC0lEQVR4nGNgQAEAAA4AAYpTiOcAAAAASUVORK5CYII="
-)
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAMAAAACCAIAAAASFvFNAAAAC0lEQVR4nGNgQAEAAA4AAYpTiOcAAAAASUVORK5CYII=")
 
 
 def test_displays_come_in_order_and_the_last_is_also_a_variable(run_cell):
     ran = run_cell("display(1)\ndisplay('a', None, 'b')\nMarkdown('# hi')")
-    assert [entry["content_type"] for entry in ran.displays] == ["json/object"] * 3 + [
-        "text/markdown"
-    ]
+    assert [entry["content_type"] for entry in ran.displays] == ["json/object"] * 3 + ["text/markdown"]
     assert [entry["file"] for entry in ran.displays] == [
         "__display__0.json",
         "__display__1.json",
@@ -3822,9 +4892,7 @@ def test_inputs_changed_in_place_or_deleted_are_warned_of(run_cell):
 
 def test_inputs_that_come_back_are_not_warned_of(run_cell):
     made = run_cell("a = [1]\nb = [2]")
-    ran = run_cell(
-        "a.append(2); a = a[:]\nb.append(3)", made.inputs("a", "b"), mutation_defines=["b"]
-    )
+    ran = run_cell("a.append(2); a = a[:]\nb.append(3)", made.inputs("a", "b"), mutation_defines=["b"])
     assert ran.warnings == []
 
 
@@ -3955,9 +5023,7 @@ def test_a_hostile_value_costs_no_other_variable(run_cell):
 
 def test_hostile_inputs_and_displays_cost_no_result(run_cell):
     made = run_cell("x = 1")
-    ran = run_cell(
-        HOSTILE_VALUES + "\nfor v in list(globals().values()): display(v)", made.inputs("x")
-    )
+    ran = run_cell(HOSTILE_VALUES + "\nfor v in list(globals().values()): display(v)", made.inputs("x"))
     assert ran.result["success"] is True and ran.variables["good"]["preview"] == 1
 
 
@@ -3989,8 +5055,7 @@ def test_hostile_inputs_and_displays_cost_no_result(run_cell):
         "target=time.sleep, args=(5,)).start()",
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "import os\ntry:\n    while True: os.dup(0)\nexcept OSError: pass",
-        "import signal; signal.signal(signal.SIGALRM, lambda *a: 1 / 0); "
-        "signal.setitimer(signal.ITIMER_REAL, 0.0005)",
+        "import signal; signal.signal(signal.SIGALRM, lambda *a: 1 / 0); signal.setitimer(signal.ITIMER_REAL, 0.0005)",
     ],
 )
 def test_nothing_a_cell_does_to_its_process_costs_the_result(run_cell, deed):
