@@ -52,6 +52,7 @@ import dataclasses
 import datetime
 import errno
 import functools
+import gzip
 import hashlib
 import hmac
 import http
@@ -584,7 +585,8 @@ ESSENTIAL_PREFIXES = ("LC_", "PYTHON")
 # Where logins of package indexes are kept, in a name of their own or inside a URL. They
 # are for uv, when it builds an environment.
 INDEX_CREDENTIALS = re.compile(
-    r"UV_(INDEX|DEFAULT_INDEX|INDEX_.*|EXTRA_INDEX_URL|FIND_LINKS|PUBLISH_.*|KEYRING_PROVIDER)|PIP_(INDEX_URL|EXTRA_INDEX_URL)"
+    r"UV_(INDEX|DEFAULT_INDEX|INDEX_.*|EXTRA_INDEX_URL|FIND_LINKS|PUBLISH_.*|KEYRING_PROVIDER|API_KEY|AUTH_TOKEN|PYX_.*)"
+    r"|PIP_(INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS)"
 )
 
 
@@ -2901,20 +2903,57 @@ def copy_text(fd, start, end, copy):
 # ---------------------------------------------------------------------------------------
 #
 # An environment is a folder that is whole when its marker is there; the marker is written
-# last. Beside it lies a lock file: whoever builds or removes it holds that exclusively,
-# whoever uses it holds it shared. The kernel drops the locks of a process that dies, so
-# this also holds between worker processes on one root, however they end.
+# last and removed first. Beside it lies a lock file: whoever builds or removes it holds
+# that exclusively, whoever uses it holds it shared. The kernel drops the locks of a process
+# that dies, so this also holds between worker processes on one root, however they end. A
+# build holds the lock as well as its worker: while anything of it writes, nobody else does.
 
 
 MARKER = ".strata-complete"
 POLL_LOCK_SECONDS = 0.1
 SWEEP_SECONDS = 3600
 MAX_ARCHIVE_MEMBERS = 1_000_000  # torch with CUDA has 30,000
+LONGEST_LINE = 8192  # of a build's output: a program may print without end
 
-# What the worker's own environment says of its own Python, and would mislead another one.
+# What the worker's own environment says of its own Python and R, and would mislead others.
 FOREIGN = re.compile(
-    r"VIRTUAL_ENV.*|PYTHON.*|CONDA_.*|UV_PROJECT.*|UV_PYTHON.*|UV_ENV_FILE|UV_WORKING_DIR.*|R_LIBS.*|RENV_.*"
+    r"VIRTUAL_ENV.*|_?PYTHON.*|__PYVENV_LAUNCHER__|CONDA_.*|PIP_(TARGET|PREFIX|USER|PYTHON)|RENV_(?!CONFIG_|DOWNLOAD).*"
 )
+# Of uv's variables only those that say where things come from and lie. The rest may change
+# what is installed (UV_NO_DEV), under a key that does not say so.
+KEPT_OF_UV = re.compile(
+    r"UV_(INDEX(_.*)?|DEFAULT_INDEX|EXTRA_INDEX_URL|FIND_LINKS|KEYRING_PROVIDER|CREDENTIALS_DIR|API_KEY|AUTH_TOKEN|PYX_.*"
+    r"|CACHE_DIR|NO_CACHE|CONFIG_FILE|LINK_MODE|PYTHON_INSTALL_DIR|PYTHON_PREFERENCE"
+    r"|HTTP_.*|REQUEST_TIMEOUT|NATIVE_TLS|SYSTEM_CERTS|INSECURE_HOST|OFFLINE|CONCURRENT_.*)"
+)
+# What a build gets though STRATA_NOTEBOOK_HARNESS_ENV_ALLOWLIST keeps it from cells.
+FOR_BUILDS = re.compile(r"UV_.*|RENV_.*|NETRC|XDG_.*|(HTTPS?|ALL|NO)_PROXY", re.IGNORECASE)
+
+
+def is_foreign(name):
+    return FOREIGN.fullmatch(name) or name.startswith("UV_") and not KEPT_OF_UV.fullmatch(name)
+
+
+def build_environment(allowlist=()):
+    """What uv, R and what they start may see: index logins, but no secret of the worker, and
+    of the rest no more than a cell. A lock may bring code that runs when it is built."""
+    secrets = secret_names(os.environ)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in secrets
+        and not is_foreign(name)
+        and (not allowlist or is_allowed(name, allowlist) or FOR_BUILDS.fullmatch(name))
+    }
+
+
+def activated(own, asked, lease, language):
+    """A cell's environment as if its locked one were activated, and no other: the worker's
+    part of it (``own``) under the notebook's (``asked``)."""
+    env = {**{name: value for name, value in own.items() if not is_foreign(name)}, **asked}
+    if language == "r":  # first, so that the image serves only what the lock does not list
+        return {**env, "R_LIBS": os.pathsep.join(filter(None, [str(lease.path), env.get("R_LIBS")]))}
+    return {**env, "VIRTUAL_ENV": str(lease.path), "PATH": "%s:%s" % (lease.path / "bin", env.get("PATH", os.defpath))}
 
 
 @contextlib.contextmanager
@@ -2926,257 +2965,17 @@ def failing_as_environment():
         raise run_failed("locked environment: %s" % problem) from None
 
 
-@dataclasses.dataclass(frozen=True)
-class Lease:
-    """An environment that is held for a run: it is not removed meanwhile."""
-
-    path: Path
-    key: str
-    installed: bool  # by this very run
-
-    @property
-    def python(self):
-        return str(self.path / "bin" / "python")
-
-    def told(self):
-        """What the bundle's manifest says of it."""
-        return {"key": self.key, "installed": self.installed}
-
-
-class Environments:
-    """The environments under STRATA_WORKER_ENV_ROOT, Python's and R's."""
-
-    def __init__(self, settings, machine):
-        self.settings = settings
-        self.machine = machine
-        self.root = Path(settings.env_root).expanduser()
-        # The registry is the operator's own, so it may be anywhere, and behind a proxy.
-        self.fetcher = Fetcher(dataclasses.replace(settings, allow_local_hosts=True))
-        self.swept = -math.inf
-        self.lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def python(self, run, block):
-        """A Lease on the environment of a Python cell's ``environment`` block."""
-        with failing_as_environment():
-            lock = check_python_block(block)
-            interpreter = self.machine.interpreter(block.get("python") or required_python(lock["pyproject"]))
-            build = functools.partial(self.build_python, run, lock, interpreter)
-            lease = self.lease(run, self.root, (lock["key"], interpreter.name, interpreter.platform), build)
-        with lease as held:
-            yield held
-
-    @contextlib.contextmanager
-    def r_library(self, run, block):
-        """A Lease on the library of an R cell's ``environment`` block."""
-        with failing_as_environment():
-            lock = check_r_block(block)
-            version, platform = self.machine.r_build()
-            build = functools.partial(self.build_r, run, lock, version, platform)
-            lease = self.lease(run, self.root / "r", (lock["key"], version, platform), build)
-        with lease as held:
-            yield held
-
-    @contextlib.contextmanager
-    def lease(self, run, root, names, build):
-        """Hold an environment, built first if it is not there."""
-        root.mkdir(parents=True, exist_ok=True)
-        path, installed = root / "-".join(names), False
-        with failing_as_environment():
-            lock = FileLock(root / (path.name + ".lock"))
-        with contextlib.closing(lock):
-            lock.acquire(run, shared=True)
-            while not (path / MARKER).exists():
-                with failing_as_environment():
-                    installed = self.install(run, lock, path, build) or installed
-                lock.acquire(run, shared=True)
-            os.utime(path / MARKER)
-            self.sweep_sometimes()
-            yield Lease(path, names[0], installed)
-
-    @staticmethod
-    def install(run, lock, path, build):
-        """Build an environment unless another has meanwhile; True if it was built."""
-        lock.acquire(run, shared=False)
-        if (path / MARKER).exists():
-            return False
-        remove_tree(path)
-        began = time.monotonic()
-        log.info("run %s: building environment %s", run.build_id or "-", path.name)
-        build(path)
-        (path / MARKER).touch()
-        log.info("run %s: built environment %s in %.1f s", run.build_id or "-", path.name, time.monotonic() - began)
-        return True
-
-    # Python
-
-    def build_python(self, run, lock, interpreter, path):
-        where = "%s/%s/%s" % (lock["key"], interpreter.name, interpreter.platform)
-        if self.fetch(run, where, functools.partial(unpack, folder=path, interpreter=interpreter.path)):
-            relocate(path, interpreter.path)
-        else:
-            self.uv_sync(run, lock, interpreter, path)
-        if not os.access(path / "bin" / "python", os.X_OK):
-            raise EnvironmentFailure("the environment has no bin/python")
-
-    def uv_sync(self, run, lock, interpreter, path):
-        """Build at the very place where it will be used: console scripts hold that path."""
-        with tempfile.TemporaryDirectory(prefix="strata-lock-") as project:
-            Path(project, "pyproject.toml").write_text(lock["pyproject"])
-            Path(project, "uv.lock").write_text(lock["lockfile"])
-            env = {**build_environment(), "UV_PROJECT_ENVIRONMENT": str(path), "UV_PYTHON_DOWNLOADS": "never"}
-            command = [
-                self.machine.uv,
-                "sync",
-                "--frozen",
-                "--no-install-project",
-                "--no-progress",
-                "--python",
-                interpreter.path,
-            ]
-            self.build_command(run, command, env, project)
-
-    # R
-
-    def build_r(self, run, lock, version, platform, path):
-        if not self.fetch(run, "r/%s/%s/%s" % (lock["key"], version, platform), functools.partial(unpack, folder=path)):
-            self.renv_restore(run, lock, path)
-        packages = json.loads(lock["lockfile"]).get("Packages") or {}
-        missing = [name for name in packages if name != "renv" and not (path / name / "DESCRIPTION").is_file()]
-        if missing:
-            raise EnvironmentFailure("the R library lacks %s" % ", ".join(sorted(missing)))
-
-    def renv_restore(self, run, lock, path):
-        cache = self.root / "r" / "cache"
-        for folder in (cache, path):
-            folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="strata-lock-") as project:
-            Path(project, "renv.lock").write_text(lock["lockfile"])
-            env = {
-                **build_environment(),
-                **{name: os.environ[name] for name in R_SITE if name in os.environ},
-                "RENV_PATHS_ROOT": str(cache.parent / "renv"),
-                "RENV_PATHS_CACHE": str(cache),
-                "RENV_CONFIG_CACHE_SYMLINKS": "FALSE",  # the cache may be swept; a library is whole by itself
-                "STRATA_LIBRARY": str(path),
-            }
-            self.build_command(run, [self.machine.rscript, "--no-init-file", "-e", RESTORE], env, project)
-
-    # Both
-
-    def fetch(self, run, where, unpack_into_place):
-        """Get an archive from the registry and unpack it; False when there is none of it."""
-        if not self.settings.env_registry_url:
-            return False
-        url = "%s/%s" % (self.settings.env_registry_url.rstrip("/"), where)
-        with tempfile.TemporaryDirectory(prefix="strata-archive-") as folder:
-            archive, answers = Path(folder, "archive"), []
-
-            def download(halt):
-                answers.append(self.fetcher.download(halt, "the archive", url, archive, self.settings.env_max_bytes))
-
-            in_parallel(run, [download])
-            if answers[0].status == 404:
-                return False
-            if answers[0].status != 200:
-                raise EnvironmentFailure("the registry answered %d for %s" % (answers[0].status, where))
-            unpack_into_place(archive, limit=self.settings.env_max_bytes, check=run.check)
-        return True
-
-    def build_command(self, run, command, env, folder):
-        """Run a build to its end, its output in the log; a cancel or too long a time ends it."""
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        kill = functools.partial(kill_group, process.pid)
-        late, lines = threading.Event(), collections.deque(maxlen=30)
-        timer = threading.Timer(self.settings.env_build_seconds, lambda: (late.set(), kill()))
-        timer.start()
-        try:
-            with process, run.interruptible(kill):
-                for line in process.stdout:
-                    lines.append(TERMINAL_CODES.sub("", line.decode(errors="replace")).rstrip())
-                    log.info("run %s: %s", run.build_id or "-", lines[-1])
-        finally:
-            timer.cancel()
-            kill()
-        run.check()
-        if late.is_set():
-            raise EnvironmentFailure(
-                "the build took more than STRATA_WORKER_ENV_BUILD_SECONDS (%g)" % self.settings.env_build_seconds
-            )
-        if process.returncode != 0:
-            raise EnvironmentFailure(
-                "%s failed:\n%s" % (" ".join(map(os.path.basename, command[:2])), "\n".join(lines))
-            )
-
-    def sweep_sometimes(self):
-        with self.lock:
-            if time.monotonic() - self.swept < SWEEP_SECONDS:
-                return
-            self.swept = time.monotonic()
-        threading.Thread(target=self.sweep, name="strata-env-sweep", daemon=True).start()
-
-    def sweep(self):
-        """Remove environments that nobody has used for long, the oldest first."""
-        deadline = time.time() - self.settings.env_max_idle_days * 86400
-        for marker in sorted((*self.root.glob("*/" + MARKER), *self.root.glob("r/*/" + MARKER)), key=last_used):
-            path = marker.parent
-            with contextlib.closing(FileLock(path.parent / (path.name + ".lock"))) as lock:
-                if last_used(marker) < deadline and lock.try_acquire(shared=False):
-                    log.info("removing environment %s: unused for %g days", path.name, self.settings.env_max_idle_days)
-                    marker.unlink()  # first: half a removal is no environment
-                    remove_tree(path)
-
-
-# renv itself comes from the image: a lock may name a version of it that no repository has.
-RESTORE = (
-    'renv::restore(project = getwd(), lockfile = "renv.lock", library = Sys.getenv("STRATA_LIBRARY"), '
-    'prompt = FALSE, clean = FALSE, exclude = "renv")'
-)
-TERMINAL_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r(?!\n)")
-
-R_SITE = ("R_LIBS", "R_LIBS_SITE", "R_LIBS_USER", "R_HOME")
-
-
-def last_used(marker):
-    try:
-        return marker.stat().st_mtime
-    except FileNotFoundError:
-        return math.inf
-
-
-def kill_group(pid):
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def build_environment():
-    """The worker's environment for a build: its index credentials stay, its secrets and Python do not."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in secret_names(os.environ) and not FOREIGN.fullmatch(name)
-    }
-
-
-def activated(env, lease):
-    """A cell's environment as if its locked environment were activated, and no other."""
-    env = {name: value for name, value in env.items() if not FOREIGN.fullmatch(name)}
-    return {**env, "VIRTUAL_ENV": str(lease.path), "PATH": "%s:%s" % (lease.path / "bin", env.get("PATH", os.defpath))}
+# What a cell brings.
 
 
 def check_python_block(block):
-    """The block's texts; EnvironmentFailure says what is wrong with it."""
+    """The block's texts and the Python to look for; EnvironmentFailure says what is wrong with it."""
     lock = {name: text_of(block, name) for name in ("key", "lockfile", "pyproject")}
     if uv_lock_key(lock["lockfile"]) != lock["key"]:
         raise EnvironmentFailure("environment.key is not the key of environment.lockfile")
+    lock["python"] = block.get("python") or required_python(lock["pyproject"])
+    if not isinstance(lock["python"], str):
+        raise EnvironmentFailure('environment.python must be a version, such as "3.13", not %r' % (lock["python"],))
     return lock
 
 
@@ -3184,34 +2983,47 @@ def required_python(pyproject):
     """What a notebook asks for that names no version: a server may send an empty one."""
     try:
         return load_toml(pyproject).get("project", {}).get("requires-python", ">=3.9")
-    except (ValueError, AttributeError) as problem:
+    except (ValueError, AttributeError, RecursionError) as problem:
         raise EnvironmentFailure("environment.pyproject is not a pyproject.toml: %s" % problem) from None
 
 
 def check_r_block(block):
+    """The block's texts and the packages of its lock; EnvironmentFailure says what is wrong with it."""
     lock = {name: text_of(block, name) for name in ("key", "lockfile")}
     try:
-        content = json.loads(lock["lockfile"])
-    except ValueError as problem:
+        packages = json.loads(lock["lockfile"]).get("Packages") or {}
+        names = list(packages.keys())
+    except (ValueError, RecursionError) as problem:
         raise EnvironmentFailure("environment.lockfile is not JSON: %s" % problem) from None
-    if not isinstance(content, dict):
-        raise EnvironmentFailure("environment.lockfile is not an renv.lock")
+    except AttributeError:
+        raise EnvironmentFailure("environment.lockfile is not an renv.lock") from None
     if hashlib.sha256(lock["lockfile"].encode()).hexdigest() != lock["key"]:
         raise EnvironmentFailure("environment.key is not the key of environment.lockfile")
-    for name in content.get("Packages") or {}:
-        if not re.fullmatch(r"[A-Za-z0-9.]+", name):
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9.]*", name):
             raise EnvironmentFailure("%r in environment.lockfile is not the name of a package" % name)
-    return lock
+    return {**lock, "packages": names}
 
 
 def text_of(block, name):
     if not isinstance(block.get(name), str) or not block[name]:
         raise EnvironmentFailure("environment.%s is missing" % name)
+    try:
+        block[name].encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell
+        raise EnvironmentFailure("environment.%s is no text that a file can hold" % name) from None
     return block[name]
 
 
+# Who may do what with a folder, and when.
+
+
 class FileLock:
-    """A lock on a file, waited for in a way that a cancelled run does not."""
+    """A lock on a file, waited for in a way that a cancelled run does not.
+
+    Changing it between shared and exclusive gives it up in between, so that two who want
+    it exclusively do not wait for each other; look again at what it guards.
+    """
 
     def __init__(self, path):
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -3234,34 +3046,427 @@ class FileLock:
         os.close(self.fd)
 
 
+def lock_of(path):
+    return path.with_name(path.name + ".lock")
+
+
+def scratch_of(path):
+    return path.with_name(path.name + ".building")
+
+
+def is_whole(path):
+    """Whether a build came to its end here, and what its marker names is still there: an
+    environment's Python goes when the image is replaced and the root's volume is not."""
+    try:
+        return (path / (path / MARKER).read_text()).exists()
+    except FileNotFoundError:
+        return False
+
+
+def last_used(path):
+    """When a folder was last used; long ago for what a build left that was killed."""
+    try:
+        return (path / MARKER).stat().st_mtime
+    except FileNotFoundError:
+        return -math.inf if path.exists() or scratch_of(path).exists() else math.inf
+
+
+def discard(path):
+    """Remove an environment or what is left of one: the marker first, half of one is none."""
+    with contextlib.suppress(FileNotFoundError):
+        (path / MARKER).unlink()
+    if os.path.lexists(path):
+        remove_tree(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lease:
+    """An environment that is held for a run: it is not removed meanwhile."""
+
+    path: Path
+    key: str
+    installed: bool  # by this very run
+
+    @property
+    def python(self):
+        return str(self.path / "bin" / "python")
+
+    def told(self):
+        """What the bundle's manifest says of it."""
+        return {"key": self.key, "installed": self.installed}
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where an environment is built, and a folder for what is needed only meanwhile."""
+
+    path: Path
+    scratch: Path
+    lock: FileLock
+
+
+@contextlib.contextmanager
+def building_site(path, lock):
+    """A Site without anything of an earlier build; what a failed one leaves goes at once."""
+    site = Site(path, scratch_of(path), lock)
+    for folder in (path, site.scratch):
+        discard(folder)
+    site.scratch.mkdir(mode=0o700)
+    try:
+        yield site
+    except BaseException:
+        discard(path)
+        raise
+    finally:
+        discard(site.scratch)
+
+
+class Environments:
+    """The environments under STRATA_WORKER_ENV_ROOT, Python's and R's."""
+
+    def __init__(self, settings, machine, launcher):
+        self.settings = settings
+        self.machine = machine
+        self.launcher = launcher
+        self.root = Path(settings.env_root).expanduser().absolute()
+        # The registry is the operator's own, so it may be anywhere, and behind a proxy.
+        self.fetcher = Fetcher(dataclasses.replace(settings, allow_local_hosts=True))
+        self.swept = -math.inf
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def python(self, run, block):
+        """A Lease on the environment of a Python cell's ``environment`` block."""
+        with failing_as_environment():
+            lock = check_python_block(block)
+            interpreter = self.machine.interpreter(lock["python"])
+        build = functools.partial(self.build_python, run, lock, interpreter)
+        with self.lease(run, self.root, (lock["key"], interpreter.name, interpreter.platform), build) as held:
+            yield held
+
+    @contextlib.contextmanager
+    def r_library(self, run, block):
+        """A Lease on the library of an R cell's ``environment`` block."""
+        with failing_as_environment():
+            lock = check_r_block(block)
+            version, platform = self.machine.r_build()
+        build = functools.partial(self.build_r, run, lock, version, platform)
+        with self.lease(run, self.root / "r", (lock["key"], version, platform), build) as held:
+            yield held
+
+    @contextlib.contextmanager
+    def lease(self, run, root, names, build):
+        """Hold an environment, built first if it is not there."""
+        path = root / "-".join(names)
+        with contextlib.ExitStack() as stack:
+            with failing_as_environment():
+                root.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(contextlib.closing(FileLock(lock_of(path))))
+                installed = self.hold(run, lock, path, build)
+                os.utime(path / MARKER)
+            self.sweep_sometimes()
+            yield Lease(path, names[0], installed)
+
+    def hold(self, run, lock, path, build):
+        """Lock a whole environment for use; True if it had to be built."""
+        installed = False
+        lock.acquire(run, shared=True)
+        while not is_whole(path):
+            lock.acquire(run, shared=False)
+            installed = self.install(run, lock, path, build) or installed
+            lock.acquire(run, shared=True)
+        return installed
+
+    @staticmethod
+    def install(run, lock, path, build):
+        """Build an environment unless another has meanwhile; True if it was built."""
+        if is_whole(path):
+            return False
+        began = time.monotonic()
+        log.info("run %s: building environment %s", run.build_id or "-", path.name)
+        with building_site(path, lock) as site:
+            needed = build(site)
+            (path / MARKER).write_text(needed)
+        log.info("run %s: built environment %s in %.1f s", run.build_id or "-", path.name, time.monotonic() - began)
+        return True
+
+    # Python
+
+    def build_python(self, run, lock, interpreter, site):
+        where = "%s/%s/%s" % (lock["key"], interpreter.name, interpreter.platform)
+        if self.fetch(run, site, where, interpreter.path):
+            relocate(site.path, interpreter.path)
+        else:
+            self.uv_sync(run, lock, interpreter, site)
+        if not os.access(site.path / "bin" / "python", os.X_OK):
+            raise EnvironmentFailure("the environment has no bin/python")
+        return "bin/python"
+
+    def uv_sync(self, run, lock, interpreter, site):
+        """Build at the very place where it will be used: console scripts hold that path.
+
+        The project lies under the root: uv reads the settings of every folder above it, and
+        above a temporary one they may be anybody's.
+        """
+        for name, text in (("pyproject.toml", lock["pyproject"]), ("uv.lock", lock["lockfile"])):
+            (site.scratch / name).write_text(text, encoding="utf-8")
+        command = [
+            self.machine.uv,
+            "sync",
+            "--frozen",
+            "--no-install-project",
+            "--no-progress",
+            "--python",
+            interpreter.path,
+        ]
+        self.build_command(
+            run, site, command, {"UV_PROJECT_ENVIRONMENT": str(site.path), "UV_PYTHON_DOWNLOADS": "never"}
+        )
+
+    # R
+
+    def build_r(self, run, lock, version, platform, site):
+        if not self.fetch(run, site, "r/%s/%s/%s" % (lock["key"], version, platform)):
+            self.renv_restore(run, lock, site)
+        missing = [
+            name for name in lock["packages"] if name != "renv" and not (site.path / name / "DESCRIPTION").is_file()
+        ]
+        if missing:
+            raise EnvironmentFailure("the R library lacks %s" % ", ".join(sorted(missing)))
+        return ""
+
+    def renv_restore(self, run, lock, site):
+        site.path.mkdir()
+        (site.scratch / "renv.lock").write_text(lock["lockfile"], encoding="utf-8")
+        with self.renv_cache(run) as cache:
+            self.build_command(
+                run,
+                site,
+                [self.machine.rscript, "--no-init-file", "-e", RESTORE],
+                {
+                    "RENV_PATHS_ROOT": str(site.scratch / "renv"),
+                    "RENV_PATHS_CACHE": str(cache),
+                    "RENV_CONFIG_CACHE_SYMLINKS": "FALSE",  # the cache is swept; a library is whole by itself
+                    "STRATA_LIBRARY": str(site.path),
+                },
+            )
+
+    @contextlib.contextmanager
+    def renv_cache(self, run):
+        """renv's package cache, locked for use. It ages from its start, so that it cannot grow for ever."""
+        cache = self.root / "r" / "cache"
+        with contextlib.closing(FileLock(lock_of(cache))) as lock:
+            lock.acquire(run, shared=True)
+            cache.mkdir(exist_ok=True)
+            if not (cache / MARKER).exists():
+                (cache / MARKER).touch()
+            yield cache
+
+    # Both
+
+    def fetch(self, run, site, where, interpreter=None):
+        """Get an environment from the registry; False when that has none."""
+        if not self.settings.env_registry_url:
+            return False
+        archive, unpacked, limit = site.scratch / "archive", site.scratch / "unpacked", self.settings.env_max_bytes
+        status = self.download(run, "%s/%s" % (self.settings.env_registry_url.rstrip("/"), where), archive, limit)
+        if status == 404:
+            return False
+        if status != 200:
+            raise EnvironmentFailure("the registry answered %d for %s" % (status, where))
+        unpack(archive, unpacked, limit, run.check, interpreter)
+        content_of(unpacked).rename(site.path)
+        log.info("run %s: fetched %s from the registry", run.build_id or "-", where)
+        return True
+
+    def download(self, run, url, archive, limit):
+        answers = []
+
+        def get(halt):
+            try:
+                answers.append(self.fetcher.download(halt, "the registry's archive", url, archive, limit))
+            except WorkerError:  # 413, in the words of another setting
+                raise too_large(limit) from None
+
+        in_parallel(run, [get])
+        return answers[0].status
+
+    def build_command(self, run, site, command, env):
+        """Run a build to its end, its output in the log; a cancel or too long a time ends it.
+
+        A fork server starts it, so that all of it ends when this worker dies. That takes a
+        moment, so it holds the lock too: as descriptor 2, which the shell makes 3. It says by
+        a file that it came to a good end, since a fork server that dies cannot tell.
+        """
+        good, lines = site.scratch / "good", collections.deque(maxlen=30)
+        argv = ["/bin/sh", "-c", 'exec 3>&2 2>&1; "$@" && : > "$0"', str(good), *command]
+        env = {**build_environment(self.settings.env_allowlist), **env}
+        with contextlib.ExitStack() as stack:
+            output, theirs = os.pipe()
+            output = stack.enter_context(open(output, "rb"))
+            try:
+                process = self.launcher.exec(Launch(argv, None, str(site.scratch), env, [theirs, site.lock.fd]))
+            finally:
+                os.close(theirs)
+            reader = threading.Thread(target=log_lines, args=(run, output, lines), name="strata-build-log", daemon=True)
+            reader.start()
+            stack.callback(reader.join, KILL_SECONDS)
+            stack.enter_context(contextlib.closing(process))
+            with run.interruptible(process.kill):
+                late = process.wait(self.settings.env_build_seconds) is None
+        run.check()
+        if late:
+            raise EnvironmentFailure(
+                "the build took more than STRATA_WORKER_ENV_BUILD_SECONDS (%g)" % self.settings.env_build_seconds
+            )
+        if not good.exists():
+            raise EnvironmentFailure(
+                "%s failed:\n%s" % (" ".join(map(os.path.basename, command[:2])), "\n".join(lines))
+            )
+
+    def sweep_sometimes(self):
+        with self.lock:
+            if time.monotonic() - self.swept < SWEEP_SECONDS:
+                return
+            self.swept = time.monotonic()
+        threading.Thread(target=self.sweep, name="strata-env-sweep", daemon=True).start()
+
+    def sweep(self):
+        """Remove what nobody has used for long, the oldest first, and what killed builds left.
+
+        Only what a lock file of ours stands beside: the root may hold other things.
+        """
+        deadline = time.time() - self.settings.env_max_idle_days * 86400
+        locks = [*self.root.glob("*.lock"), *self.root.glob("r/*.lock")]
+        for path in sorted((lock.with_suffix("") for lock in locks), key=last_used):
+            with contextlib.suppress(OSError), contextlib.closing(FileLock(lock_of(path))) as lock:
+                if last_used(path) < deadline and lock.try_acquire(shared=False) and last_used(path) < deadline:
+                    log.info(
+                        "removing environment %s: unused for %g days, or never finished",
+                        path.name,
+                        self.settings.env_max_idle_days,
+                    )
+                    for folder in (path, scratch_of(path)):
+                        discard(folder)
+
+
+# renv itself comes from the image: a lock may name a version of it that no repository has.
+RESTORE = (
+    'renv::restore(project = getwd(), lockfile = "renv.lock", library = Sys.getenv("STRATA_LIBRARY"), '
+    'prompt = FALSE, clean = FALSE, exclude = "renv")'
+)
+TERMINAL_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r(?!\n)")
+
+
+def log_lines(run, output, lines):
+    for line in iter(functools.partial(output.readline, LONGEST_LINE), b""):
+        lines.append(TERMINAL_CODES.sub("", line.decode(errors="replace")).rstrip())
+        log.info("run %s: %s", run.build_id or "-", lines[-1])
+
+
+def remove_tree(path):
+    """Delete a folder whatever a cell did to its permissions; a fault is logged, not raised."""
+
+    def unlock_and_retry(function, failed, _):
+        try:
+            os.chmod(os.path.dirname(failed), 0o700, follow_symlinks=True)
+            if os.path.isdir(failed) and not os.path.islink(failed):
+                os.chmod(failed, 0o700)
+                shutil.rmtree(failed)
+            else:
+                os.unlink(failed)
+        except FileNotFoundError:
+            return
+        except OSError as problem:
+            log.error("could not delete %s: %s", failed, problem)
+
+    shutil.rmtree(path, onerror=unlock_and_retry)
+
+
 # An archive comes from elsewhere. Its members are written only into real folders of the
 # environment, so that nothing passes through a link; and a link's target goes up first,
 # if it does, and down then, and stays inside. What a chain of such links leads to is
-# inside as well.
+# inside as well, or is the interpreter: nothing is ever written through a link.
+
+
+def too_large(limit):
+    return EnvironmentFailure("the registry's archive is too large (STRATA_WORKER_ENV_MAX_BYTES is %d)" % limit)
+
+
+class Inflated:
+    """The tar in a .tar.gz, read once from its start to its end, as tarfile wants it.
+
+    tarfile reads a header in one piece, however long that says it is, and takes a tar that
+    breaks off for one that ends; ``check`` raises when the run was cancelled.
+    """
+
+    def __init__(self, archive, limit, check):
+        self.file = gzip.open(archive)
+        self.limit, self.check = limit, check
+        self.at = 0
+        self.last = b""
+
+    def read(self, size):
+        self.check()
+        if size > CHUNK:
+            raise EnvironmentFailure("it has a header of %d bytes" % size)
+        self.last = self.file.read(size)
+        self.at += len(self.last)
+        if self.at > self.limit:
+            raise too_large(self.limit)
+        return self.last
+
+    def tell(self):
+        return self.at
+
+    def seek(self, to):
+        if to < self.at:
+            raise EnvironmentFailure("it has a member of negative size")
+        while self.at < to and self.read(min(CHUNK, to - self.at)):
+            pass
+
+    def finish(self):
+        """Read what is left: the checksum comes last of all."""
+        if self.last != bytes(tarfile.BLOCKSIZE):
+            raise EnvironmentFailure("it breaks off or is damaged at byte %d" % self.at)
+        while self.read(CHUNK):
+            pass
+
+    def close(self):
+        self.file.close()
 
 
 def unpack(archive, folder, limit, check, interpreter=None):
     """Unpack a .tar.gz into a new folder. ``interpreter`` is what ``bin/python`` may link to;
     ``check`` raises when the run was cancelled.
 
-    EnvironmentFailure, and nothing left, for what could reach outside, or is too much.
+    EnvironmentFailure for what could reach outside, is too much, or is not all there.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir()
     try:
-        with tarfile.open(archive, "r|gz") as tar:
-            size = 0
-            for count, member in enumerate(tar):
-                check()
-                size += member.size
-                if size > limit or count > MAX_ARCHIVE_MEMBERS:
-                    raise EnvironmentFailure("the archive is too large (STRATA_WORKER_ENV_MAX_BYTES is %d)" % limit)
-                unpack_member(tar, member, folder, interpreter)
-        lift_single_folder(folder)
-    except BaseException as problem:
-        remove_tree(folder)
-        if not isinstance(problem, (tarfile.TarError, EOFError, zlib.error, OSError, EnvironmentFailure)):
-            raise
+        with contextlib.closing(Inflated(archive, limit, check)) as inflated:
+            unpack_members(tarfile.TarFile(fileobj=inflated), folder, interpreter)
+            inflated.finish()
+    except (
+        tarfile.TarError,
+        EOFError,
+        zlib.error,
+        OSError,
+        ValueError,
+        ArithmeticError,
+        EnvironmentFailure,
+    ) as problem:
         raise EnvironmentFailure("the registry's archive is refused: %s" % problem) from None
+
+
+def unpack_members(tar, folder, interpreter):
+    for _ in range(MAX_ARCHIVE_MEMBERS):
+        member = tar.next()
+        if member is None:
+            return
+        tar.members.clear()  # which would remember them all
+        unpack_member(tar, member, folder, interpreter)
+    raise EnvironmentFailure("it has more than %d members" % MAX_ARCHIVE_MEMBERS)
 
 
 def unpack_member(tar, member, folder, interpreter):
@@ -3304,9 +3509,16 @@ def real_file(folder, name):
         folder = folder / part
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise EnvironmentFailure("the link to %r leads through a link" % name)
-    if not stat.S_ISREG((folder / parts[-1]).lstat().st_mode):
+    if not is_real_file(folder / parts[-1]):
         raise EnvironmentFailure("the link to %r leads to no file" % name)
     return folder / parts[-1]
+
+
+def is_real_file(path):
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def safe_target(member, parts, interpreter):
@@ -3323,39 +3535,40 @@ def safe_target(member, parts, interpreter):
     return target
 
 
-def lift_single_folder(folder):
+def content_of(folder):
     """An archive of ``env/...`` is taken like one of its content."""
     inside = list(folder.iterdir())
-    if len(inside) != 1 or not (inside[0] / "pyvenv.cfg").is_file():
-        return
-    aside = inside[0].rename(folder.with_name(folder.name + ".lifted"))
-    folder.rmdir()
-    aside.rename(folder)
+    is_wrapped = len(inside) == 1 and not inside[0].is_symlink() and (inside[0] / "pyvenv.cfg").is_file()
+    return inside[0] if is_wrapped else folder
 
 
 SCRIPT_PYTHON = re.compile(rb"\A(#!/bin/sh\n'''exec' )?(#!)?[\"']?(/[^\n\"']*?/bin/python[0-9.]*t?)[\"']?")
+SCRIPT_HEAD = 4096  # bytes in which that is
 
 
 def relocate(path, interpreter):
     """Make an unpacked environment one of this place and this interpreter."""
     config = path / "pyvenv.cfg"
-    if config.is_file():
-        home = "home = %s\n" % os.path.dirname(interpreter)
-        lines = [
-            home if line.partition("=")[0].strip() == "home" else line for line in config.read_text().splitlines(True)
-        ]
-        config.write_text("".join(lines))
+    if not is_real_file(config):  # a link to bin/python would be one to the interpreter
+        raise EnvironmentFailure("the registry's archive is refused: it has no pyvenv.cfg")
+    # Python looks for its library beside the home and does not follow that one's links.
+    home = b"home = %s\n" % os.fsencode(os.path.dirname(os.path.realpath(interpreter)))
+    others = [
+        line for line in config.read_bytes().splitlines(True) if line.partition(b"=")[0].strip().lower() != b"home"
+    ]
+    config.write_bytes(home + b"".join(others))
     for script in (path / "bin").iterdir() if (path / "bin").is_dir() else ():
-        if script.is_file() and not script.is_symlink():
+        if is_real_file(script):
             relocate_script(script, str(path / "bin" / "python"))
 
 
 def relocate_script(script, python):
-    content = script.read_bytes()
-    found = SCRIPT_PYTHON.match(content)
+    with open(script, "rb") as file:
+        found = SCRIPT_PYTHON.match(file.read(SCRIPT_HEAD))
     if found and (found.group(1) or found.group(2)):
         # The shell finds any path; the kernel stops at a space and after 127 bytes.
         start = b"#!/bin/sh\n'''exec' \"%s\" \"$0\" \"$@\"\n' '''\n" % os.fsencode(python)
+        content = script.read_bytes()
         rest = content.split(b"\n", 3)[3] if found.group(1) else content.partition(b"\n")[2]
         script.write_bytes(start + rest)
 
@@ -3411,9 +3624,9 @@ class Machine:
         """The Interpreter that uv finds for a request such as ``3.13``. EnvironmentFailure."""
         if self.uv is None:
             raise EnvironmentFailure("uv is not installed on this worker")
-        if not isinstance(python, str) or not re.fullmatch(r"[0-9A-Za-z<>=~!][0-9A-Za-z.,<>=~!*+@ _-]*", python):
+        if not re.fullmatch(r"[0-9A-Za-z<>=~!][0-9A-Za-z.,<>=~!*+@ _-]*", python):
             raise EnvironmentFailure('environment.python must be a version, such as "3.13", not %r' % (python,))
-        found = build_output([self.uv, "python", "find", "--system", "--no-python-downloads", python])
+        found = build_output([self.uv, "python", "find", "--system", "--no-project", "--no-python-downloads", python])
         return describe_python(found.strip())
 
     @functools.lru_cache(maxsize=None)  # noqa: B019
@@ -3430,14 +3643,19 @@ def describe_python(python):
 
 
 def build_output(command):
-    """What a program prints in a build's environment; EnvironmentFailure with its own words."""
-    done = subprocess.run(
-        command, env=build_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-    )
-    if done.returncode != 0:
-        raise EnvironmentFailure(
-            "%s failed: %s" % (" ".join(map(os.path.basename, command[:3])), done.stderr.strip()[-1000:])
+    """What a program prints in a build's environment; EnvironmentFailure with its own words.
+
+    It runs in "/": the settings that uv finds where the worker was started are not for this.
+    """
+    name, how = " ".join(map(os.path.basename, command[:3])), {"text": True, "errors": "replace", "timeout": 60}
+    try:
+        done = subprocess.run(
+            command, env=build_environment(), cwd="/", stdin=subprocess.DEVNULL, capture_output=True, **how
         )
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFailure("%s gave no answer in 60 seconds" % name) from None
+    if done.returncode != 0:
+        raise EnvironmentFailure("%s failed: %s" % (name, done.stderr.strip()[-1000:]))
     return done.stdout
 
 
@@ -4859,25 +5077,6 @@ class RunRoot:
         os.close(self.lock)
 
 
-def remove_tree(path):
-    """Delete a folder whatever a cell did to its permissions; a fault is logged, not raised."""
-
-    def unlock_and_retry(function, failed, _):
-        try:
-            os.chmod(os.path.dirname(failed), 0o700, follow_symlinks=True)
-            if os.path.isdir(failed) and not os.path.islink(failed):
-                os.chmod(failed, 0o700)
-                shutil.rmtree(failed)
-            else:
-                os.unlink(failed)
-        except FileNotFoundError:
-            return
-        except OSError as problem:
-            log.error("could not delete %s: %s", failed, problem)
-
-    shutil.rmtree(path, onerror=unlock_and_retry)
-
-
 class Slots:
     """How many cells at once, and which GPU each gets. Refusing is immediate: nothing queues."""
 
@@ -5180,12 +5379,14 @@ class Executor:
         self.settings = settings
         self.env = cell_environment(os.environ, settings.env_allowlist)
         self.machine = machine
-        self.environments = Environments(settings, machine)
         self.launcher = Launcher(settings, self.env)
+        self.environments = Environments(settings, machine, self.launcher)
         self.keeper = ConsoleKeeper()
 
     def environment(self, run, cell):
         """A context that gives a Lease on the cell's locked environment, None when it has none."""
+        if cell.language == "r" and self.machine.rscript is None:
+            raise run_failed("Rscript is not installed on this worker")
         if cell.environment is None:
             return contextlib.nullcontext()
         if cell.language == "r":
@@ -5232,7 +5433,7 @@ class Executor:
                 }
             )
         )
-        env = {**self.cell_env(cell, lease), **cell.env}
+        env = {**self.env, **cell.env} if lease is None else activated(self.env, cell.env, lease, cell.language)
         env.update((name.upper(), value) for name, value in run.trace.items())
         if run.gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = run.gpu  # over the caller's: the slot is what was admitted
@@ -5240,20 +5441,9 @@ class Executor:
             None, str(manifest), str(run.folder / "work"), env, list(console.fds.values()), self.settings.cell_memory_mb
         )
 
-    def cell_env(self, cell, lease):
-        """The worker's part of a cell's environment."""
-        if lease is None:
-            return self.env
-        if cell.language == "r":  # first, so that the image serves only what the lock does not list
-            own = self.env.get("R_LIBS")
-            return {**self.env, "R_LIBS": "%s:%s" % (lease.path, own) if own else str(lease.path)}
-        return activated(self.env, lease)
-
     def start(self, cell, launch, lease):
         if cell.language == "python":
             return self.launcher.python(launch, cell.source, lease.python if lease else sys.executable)
-        if self.machine.rscript is None:
-            raise run_failed("Rscript is not installed on this worker")
         command = [self.machine.rscript, "--no-echo", "--no-restore", sibling("harness.R"), launch.manifest]
         return self.launcher.exec(dataclasses.replace(launch, argv=command))
 
@@ -6513,21 +6703,28 @@ def warn_of_exposure(settings):
 
 
 def serve_until_signalled(worker):
-    """Wait for SIGTERM or SIGINT, then drain; a second one stops at once."""
-
-    def on_signal(number, _):
-        if worker.over.is_set():
-            worker.hurry.set()
-        worker.over.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    if worker.settings.tls_cert:
-        signal.signal(signal.SIGHUP, lambda number, _: worker.reload())
+    """Wait for SIGTERM or SIGINT, then drain; a second one stops at once. SIGHUP reads certificates again."""
+    # A handler may interrupt the very wait that it ends, so it takes no lock: SimpleQueue.put
+    # is made for that, and a thread does the rest.
+    arrived = queue.SimpleQueue()
+    threading.Thread(target=heed_signals, args=(worker, arrived), name="strata-signals", daemon=True).start()
+    handled = [signal.SIGTERM, signal.SIGINT] + ([signal.SIGHUP] if worker.settings.tls_cert else [])
+    for number in handled:
+        signal.signal(number, lambda number, _: arrived.put(number))
     log.info("strata-worker %s %s", __version__, worker.way_in)
     drain_seconds = worker.wait()
     log.info("stopping: running cells have %g seconds", drain_seconds)
     worker.stop(drain_seconds)
+
+
+def heed_signals(worker, arrived):
+    for number in iter(arrived.get, None):
+        if number == signal.SIGHUP:
+            worker.reload()
+            continue
+        if worker.over.is_set():
+            worker.hurry.set()
+        worker.over.set()
 
 
 if __name__ == "__main__":

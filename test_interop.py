@@ -3506,3 +3506,44 @@ def test_a_response_is_closed_when_the_wsgi_server_closes_it():
     assert list(answer) == [b"ab"] and not closed
     answer.close()
     assert closed
+
+
+def needs_renv():
+    if not r_says('requireNamespace("renv", quietly = TRUE)'):
+        pytest.skip("needs the R package renv")
+
+
+def test_a_restore_leaves_the_library_its_lock_and_the_cache_and_copies_every_package(r_worker, r_lock):
+    needs_renv()
+    r_worker.execute(HELLO, language="r", environment=r_lock, timeout=120).bundle
+    root = r_worker.envs / "r"
+    library = next(marker.parent for marker in root.glob("*/.strata-complete") if marker.parent.name != "cache")
+    assert sorted(path.name for path in root.iterdir()) == sorted(
+        [library.name, library.name + ".lock", "cache", "cache.lock"]
+    )
+    assert [path.name for path in sorted(library.iterdir()) if not path.name.startswith(".")] == ["alphaone", "betaone"]
+    assert not any(path.is_symlink() for path in library.rglob("*"))
+    assert list(root.glob("cache/**/betaone/DESCRIPTION"))
+
+
+def test_a_package_that_no_repository_has_fails_the_cell_with_renvs_own_words_and_leaves_no_library(r_worker, r_lock):
+    import hashlib
+
+    needs_renv()
+    lock = json.loads(r_lock["lockfile"])
+    lock["Packages"]["gammaone"] = {
+        "Package": "gammaone",
+        "Version": "1.0",
+        "Source": "Repository",
+        "Repository": "LOCAL",
+    }
+    text = json.dumps(lock)
+    block = {"key": hashlib.sha256(text.encode()).hexdigest(), "lockfile": text}
+    answer = r_worker.execute(HELLO, language="r", environment=block, timeout=120)
+    assert (
+        answer.status == 500
+        and answer.json["error"].startswith("locked environment: ")
+        and "gammaone" in answer.json["error"]
+    )
+    assert not list((r_worker.envs / "r").glob(block["key"] + "*/"))
+    assert r_worker.execute(HELLO, language="r", environment=r_lock, timeout=120).bundle.json("said") == "from alphaone"

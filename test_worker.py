@@ -15,6 +15,8 @@ URLs             fetches that cannot be turned inward
 import base64
 import contextlib
 import dataclasses
+import gzip
+import hashlib
 import http.client
 import http.server
 import importlib.util
@@ -41,7 +43,7 @@ import urllib.parse
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings as hypothesis_settings, strategies as st
+from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
 
 import strata_worker
 from strata_worker import (
@@ -1667,7 +1669,7 @@ def test_a_cancel_stops_a_transfer_within_a_second(pull_worker, peer, path):
 
 
 def test_a_gigabyte_passes_through_the_pull_model_in_flat_memory(pull_worker):
-    size = 256 * 2**20
+    size = 2**30
     before = resident(pull_worker.worker.process.pid)
     with contextlib.closing(BigPeer(size)) as peer:
         answer = pull_worker.manifest(
@@ -2884,9 +2886,10 @@ def test_environments_that_nobody_uses_are_removed_and_one_in_use_is_not(tmp_pat
     for name, days in (("old", 40), ("used", 40), ("new", 1)):
         (root / name).mkdir(parents=True)
         (root / name / ".strata-complete").touch()
+        (root / (name + ".lock")).touch()
         os.utime(root / name / ".strata-complete", (time.time() - days * 86400,) * 2)
     settings = strata_worker.Settings(env_root=str(root))
-    environments = strata_worker.Environments(settings, None)
+    environments = strata_worker.Environments(settings, None, None)
     with contextlib.closing(strata_worker.FileLock(root / "used.lock")) as lock:
         assert lock.try_acquire(shared=True)
         environments.sweep()
@@ -2908,7 +2911,7 @@ def test_print_env_path_names_the_interpreter_and_the_platform():
 def test_a_locked_cell_is_forked_once_its_fork_server_is_there(env_worker, block):
     env_worker.run(WHERE, environment=block, timeout_seconds=60)
     servers = eventually(
-        lambda: [c for _, c in processes_of(env_worker.worker.process.pid) if str(env_worker.envs) in c[0]],
+        lambda: [c for _, c in processes_of(env_worker.worker.process.pid) if c and str(env_worker.envs) in c[0]],
         "a fork server",
     )
     assert "--fork-server" in servers[0]
@@ -3737,8 +3740,8 @@ def spawn(folder: pathlib.Path, env: dict, python_options) -> int:
 
 
 @pytest.fixture
-def given(tmp_path):
-    """Write an input's file: `given("json/object", "x.json", b"1")` is its spec."""
+def input_file(tmp_path):
+    """Write an input's file: `input_file("json/object", "x.json", b"1")` is its spec."""
 
     def give(content_type: str, name: str, content: bytes, **more) -> dict:
         path = tmp_path / name
@@ -3944,13 +3947,13 @@ def test_tables_mounts_and_output_folders_are_bound(run_cell, tmp_path):
     assert ran.variables["seen"]["preview"] == ["file:///t", 7, "mounted", "work"]
 
 
-def test_files_and_folders_arrive_as_absolute_paths(run_cell, given, tmp_path):
+def test_files_and_folders_arrive_as_absolute_paths(run_cell, input_file, tmp_path):
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "leaf").write_text("green")
     ran = run_cell(
         "seen = [raw.read_text(), (tree / 'leaf').read_text(), raw.is_absolute()]",
         {
-            "raw": given("file/path", "raw.csv", b"a,b"),
+            "raw": input_file("file/path", "raw.csv", b"a,b"),
             "tree": {"content_type": "dir/tar", "file": tmp_path / "tree"},
         },
     )
@@ -4069,20 +4072,20 @@ def test_a_bad_manifest_is_exit_code_2(tmp_path, text):
 # --------------------------------------------------------------------------------------------
 
 
-def test_an_r_object_fails_the_cell_by_name(run_cell, given):
-    ran = run_cell("1", {"model": given("application/x-r-rds", "model.rds", b"RDX3")})
+def test_an_r_object_fails_the_cell_by_name(run_cell, input_file):
+    ran = run_cell("1", {"model": input_file("application/x-r-rds", "model.rds", b"RDX3")})
     assert "'model' (application/x-r-rds)" in ran.error and "data.frame" in ran.error
 
 
-def test_an_unknown_format_fails_the_cell_by_name(run_cell, given):
-    ran = run_cell("1", {"v": given("video/mp4", "v.bin", b"")})
+def test_an_unknown_format_fails_the_cell_by_name(run_cell, input_file):
+    ran = run_cell("1", {"v": input_file("video/mp4", "v.bin", b"")})
     assert (
         ran.error == "InputError: input 'v' (video/mp4) could not be loaded: "
         "ValueError: this worker knows no such format"
     )
 
 
-def test_a_missing_library_is_named(run_cell, given):
+def test_a_missing_library_is_named(run_cell, input_file):
     spec = given("module/import", "m.module.json", b'{"module_name": "no_such.thing"}')
     ran = run_cell("1", {"m": spec})
     assert "'m' (module/import)" in ran.error and "install no_such" in ran.error
@@ -4093,8 +4096,8 @@ def test_a_missing_file_is_named(run_cell, tmp_path):
     assert "no file gone.json" in run_cell("1", {"x": spec}).error
 
 
-def test_a_broken_file_fails_the_cell_by_name(run_cell, given):
-    inputs = {"x": given("pickle/object", "x.pickle", b"no pickle")}
+def test_a_broken_file_fails_the_cell_by_name(run_cell, input_file):
+    inputs = {"x": input_file("pickle/object", "x.pickle", b"no pickle")}
     assert "'x' (pickle/object)" in run_cell("1", inputs).error
 
 
@@ -4375,16 +4378,16 @@ def test_display_in_a_function_of_another_cell_displays_in_this_one(run_cell):
     assert [entry["content_type"] for entry in ran.displays] == ["json/object", "text/markdown"]
 
 
-def test_a_bare_pickle_is_read(run_cell, given):
-    spec = given("pickle/object", "x.pickle", pickle.dumps({"a": {1}}))
+def test_a_bare_pickle_is_read(run_cell, input_file):
+    spec = input_file("pickle/object", "x.pickle", pickle.dumps({"a": {1}}))
     assert run_cell("y = list(x['a'])", {"x": spec}).variables["y"]["preview"] == [1]
 
 
-def test_an_unknown_codec_is_an_error_of_its_variable(run_cell, given):
+def test_an_unknown_codec_is_an_error_of_its_variable(run_cell, input_file):
     ran = run_cell("x = {1}\ny = 1", env={"STRATA_NOTEBOOK_OBJECT_CODEC": "dill"})
     assert "'dill'" in ran.variables["x"]["error"] and ran.variables["y"]["preview"] == 1
     envelope = {"__strata_object_codec__": "strata.notebook.object_codec.v1", "codec": "dill"}
-    spec = given("pickle/object", "x.pickle", pickle.dumps({**envelope, "payload": b""}))
+    spec = input_file("pickle/object", "x.pickle", pickle.dumps({**envelope, "payload": b""}))
     assert "'dill'" in run_cell("1", {"x": spec}).error
 
 
@@ -4432,17 +4435,17 @@ def double(x): return x * 2
 
 
 @pytest.fixture
-def points(given):
+def points(input_file):
     """The specs of what a cell module defines, with the values that its source uses."""
     injected = {
-        "factor": given("json/object", "factor.json", b"10"),
-        "RUNS": given("json/object", "RUNS.json", b"[]"),
+        "factor": input_file("json/object", "factor.json", b"10"),
+        "RUNS": input_file("json/object", "RUNS.json", b"[]"),
     }
 
     def spec(symbol: str) -> dict:
         about = {"module_name": "cell-1f-abc", "symbol_name": symbol, "source": POINTS}
         content = json.dumps(about).encode()
-        return given("module/cell", f"{symbol}.cell_module.json", content, injected=injected)
+        return input_file("module/cell", f"{symbol}.cell_module.json", content, injected=injected)
 
     names = ("Point", "Slotted", "Own", "Bag", "double")
     return {name: spec(name) for name in names}
@@ -4494,10 +4497,10 @@ def test_instances_of_a_cell_modules_classes_travel_with_its_source(run_cell, po
     assert ran.variables["seen"]["preview"] == [40, "dynamic", 5, ["kept", 6], True]
 
 
-def test_the_older_form_of_a_cell_instance_is_read(run_cell, given):
+def test_the_older_form_of_a_cell_instance_is_read(run_cell, input_file):
     about = {"module_name": "m-1", "class_name": "C", "source": "class C: pass"}
     content = pickle.dumps({**about, "state_pickle": pickle.dumps({"v": 8})})
-    spec = given("module/cell-instance", "c.cell_instance.pickle", content)
+    spec = input_file("module/cell-instance", "c.cell_instance.pickle", content)
     assert run_cell("v = c.v", {"c": spec}).variables["v"]["preview"] == 8
 
 
@@ -5097,3 +5100,499 @@ def test_a_full_disk_is_exit_code_1_and_says_so(run_cell):
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))"
     ran = run_cell(f"x = 1\n{limit}", code=1)
     assert "could not be written" in ran.stderr and ran.result == {}
+
+
+# ---------------------------------------------------------------------------------------
+# Environments under attack, and in bad weather
+# ---------------------------------------------------------------------------------------
+
+
+def environment_of(client):
+    return next(marker.parent for marker in client.envs.glob("*/.strata-complete"))
+
+
+def worker_at(folder, **env):
+    return WorkerProcess(**{"STRATA_WORKER_ENV_ROOT": str(folder / "envs"), "PATH": path_with_uv(), **env})
+
+
+def registry_worker(folder, peer, **env):
+    return worker_at(folder, STRATA_WORKER_ENV_REGISTRY_URL=peer.url, **env)
+
+
+# What reaches a build
+
+
+def test_no_variable_of_the_worker_changes_what_a_lock_installs(tmp_path):
+    folder = tmp_path / "notebook"
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text(
+        '[project]\nname = "n"\nversion = "1"\nrequires-python = ">=3.9"\n[dependency-groups]\ndev = ["six==1.17.0"]\n'
+    )
+    subprocess.run(
+        [shutil.which("uv", path=path_with_uv()), "lock", "--quiet", "--python", sys.executable], cwd=folder, check=True
+    )
+    lockfile = (folder / "uv.lock").read_text()
+    block = {
+        "key": strata_worker.uv_lock_key(lockfile),
+        "lockfile": lockfile,
+        "pyproject": (folder / "pyproject.toml").read_text(),
+        "python": "%d.%d" % sys.version_info[:2],
+    }
+    leak = dict.fromkeys(
+        ("UV_NO_DEV", "UV_NO_DEFAULT_GROUPS", "UV_NO_SOURCES", "UV_NO_BINARY", "UV_LOCKED", "UV_NO_SYNC"), "1"
+    )
+    with worker_at(
+        tmp_path, **leak, UV_NO_GROUP="dev", UV_PYTHON="2.7", UV_PROJECT_ENVIRONMENT=str(tmp_path / "elsewhere")
+    ) as client:
+        assert client.run(WHERE, environment=block, timeout_seconds=60).json("version") == "1.17.0"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_settings_of_uv_in_the_temporary_folder_or_where_the_worker_was_started_reach_no_build(
+    tmp_path, block, monkeypatch
+):
+    for name in ("tmp", "started"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "uv.toml").write_text("no-such-setting = 1\n")
+        (tmp_path / name / "pyproject.toml").write_text(
+            '[project]\nname = "x"\nversion = "1"\nrequires-python = ">=3.99"\n'
+        )
+    monkeypatch.chdir(tmp_path / "started")
+    with worker_at(tmp_path, TMPDIR=str(tmp_path / "tmp"), STRATA_WORKER_RUN_ROOT=str(tmp_path)) as client:
+        assert client.run(WHERE, environment=block, timeout_seconds=60).json("version") == "1.17.0"
+
+
+def test_a_build_sees_index_logins_but_nothing_else_that_is_kept_from_cells(tmp_path, block):
+    path = fake_uv(tmp_path / "bin", "env > %s" % (tmp_path / "seen"))
+    hidden = {"STRATA_WORKER_TOKEN": "the-token", "DATABASE_PASSWORD": "the-password"}
+    with worker_at(
+        tmp_path,
+        PATH=path,
+        STRATA_NOTEBOOK_HARNESS_ENV_ALLOWLIST="SHOWN",
+        SHOWN="shown",
+        UV_INDEX_MINE_PASSWORD="index-login",
+        **hidden,
+    ) as client:
+        client.token = "the-token"
+        cell = client.run("import os\nseen = dict(os.environ)", environment=block, timeout_seconds=60).json("seen")
+    seen = (tmp_path / "seen").read_text()
+    assert "index-login" in seen and "shown" in seen and "the-token" not in seen and "the-password" not in seen
+    assert cell["SHOWN"] == "shown" and not {"index-login", "the-token", "the-password"} & set(cell.values())
+
+
+def test_a_locked_environment_comes_first_whatever_the_notebook_asks_for(env_worker, block):
+    bundle = env_worker.run(
+        "import os, shutil, six, sys\nfound = [shutil.which('python'), os.environ['VIRTUAL_ENV']]",
+        environment=block,
+        env={"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "/elsewhere"},
+        timeout_seconds=60,
+    )
+    assert all(path.startswith(str(env_worker.envs)) for path in bundle.json("found"))
+
+
+def test_the_root_may_be_a_relative_path(tmp_path, block, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with worker_at(tmp_path, STRATA_WORKER_ENV_ROOT="relative") as client:
+        assert (
+            client.run(WHERE, environment=block, timeout_seconds=60)
+            .json("where")[0]
+            .startswith(str(tmp_path / "relative"))
+        )
+
+
+def test_console_scripts_of_a_built_environment_work(env_worker, tmp_path):
+    block = lock_block(tmp_path / "scripts", dependencies=["tabulate==0.9.0"])
+    bundle = env_worker.run(
+        "import subprocess\nsaid = subprocess.run(['tabulate'], input='a b', capture_output=True, text=True).stdout",
+        environment=block,
+        timeout_seconds=60,
+    )
+    assert "a" in bundle.json("said")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"python": ["3.12"]}, "environment.python"),
+        ({"python": {"a": 1}}, "environment.python"),
+        ({"python": "", "pyproject": "a = " + "[" * 5000}, "environment.pyproject"),
+        ({"python": "", "pyproject": "[project]\nrequires-python = [1]"}, "environment.python"),
+        ({"python": "", "pyproject": "project = 7"}, "environment.pyproject"),
+        ({"lockfile": "a = " + "[" * 5000}, "not a uv.lock"),
+        ({"lockfile": "# \ud800"}, "environment.lockfile"),
+        ({"pyproject": "# \ud800"}, "environment.pyproject"),
+    ],
+)
+def test_a_python_block_of_any_shape_is_500_with_the_reason(env_worker, block, change, reason):
+    answer = env_worker.execute("x = 1", environment={**block, **change})
+    assert (
+        answer.status == 500
+        and answer.json["error"].startswith("locked environment: ")
+        and reason in answer.json["error"]
+    )
+    assert env_worker.worker.log().count("Traceback") == 0
+
+
+# Builds that end badly
+
+
+def test_the_build_of_a_dead_worker_writes_nothing_into_the_next_one(tmp_path, block):
+    stubborn = 'trap "" HUP TERM PIPE; echo $$ > {0}/pid; while :; do mkdir -p "$UV_PROJECT_ENVIRONMENT/lib"; echo x >> "$UV_PROJECT_ENVIRONMENT/lib/of-the-dead"; done'
+    path = fake_uv(tmp_path / "bin", "[ -e {0}/pid ] || {{ {1}; }}".format(tmp_path, stubborn.format(tmp_path)))
+    worker = worker_at(tmp_path, PATH=path)
+    with worker as client, in_background(lambda: pytest.raises(OSError, client.execute, WHERE, environment=block)):
+        eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the build runs")
+        worker.process.kill()
+    with worker_at(tmp_path, PATH=path) as client:
+        assert client.run(WHERE, environment=block, timeout_seconds=60).json("version") == "1.17.0"
+        assert not strata_worker.is_running(int((tmp_path / "pid").read_text()))
+    assert not list((tmp_path / "envs").rglob("of-the-dead"))
+
+
+def test_a_cancelled_build_leaves_no_process_and_no_file(tmp_path, block):
+    path = fake_uv(
+        tmp_path / "bin",
+        'mkdir -p "$UV_PROJECT_ENVIRONMENT/bin"; setsid sleep 60 & echo $! > %s; wait' % (tmp_path / "pid"),
+    )
+    with (
+        worker_at(tmp_path, PATH=path) as client,
+        in_background(lambda: client.execute("x = 1", environment=block, build_id="b")) as answer,
+    ):
+        pid = int(eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the build runs"))
+        assert client.cancel("b")["cancelled"]
+        assert answer(10).status == 409
+        assert not strata_worker.is_running(pid)
+        assert [entry.suffix for entry in (tmp_path / "envs").iterdir()] == [".lock"]
+
+
+def test_a_run_that_waits_for_anothers_build_can_be_cancelled(tmp_path, block):
+    path = fake_uv(tmp_path / "bin", "touch %s; sleep 60 & wait" % (tmp_path / "runs"))
+    with worker_at(tmp_path, PATH=path) as one, worker_at(tmp_path, PATH=path) as two:
+        with in_background(lambda: one.execute("x = 1", environment=block, build_id="builds")) as builds:
+            eventually((tmp_path / "runs").exists, "the build runs")
+            with in_background(lambda: two.execute("x = 1", environment=block, build_id="waits")) as waits:
+                eventually(lambda: two.cancel("waits")["cancelled"], "it waits")
+                assert waits(5).status == 409
+            one.cancel("builds")
+            assert builds(10).status == 409
+
+
+def test_a_build_whose_fork_server_dies_is_not_taken_for_a_good_one(tmp_path, block):
+    path = fake_uv(
+        tmp_path / "bin",
+        'mkdir -p "$UV_PROJECT_ENVIRONMENT/bin"; cp /bin/sh "$UV_PROJECT_ENVIRONMENT/bin/python"; touch {0}/runs; while [ ! -e {0}/go ]; do sleep 0.05; done; exit 1'.format(
+            tmp_path
+        ),
+    )
+    with (
+        worker_at(tmp_path, PATH=path, STRATA_WORKER_PRELOAD="off") as client,
+        in_background(lambda: client.execute("x = 1", environment=block)) as answer,
+    ):
+        eventually((tmp_path / "runs").exists, "the build runs")
+        for pid in [pid for pid, command in processes_of(client.worker.process.pid) if "--fork-server" in command]:
+            os.kill(pid, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        assert answer(20).status == 500
+    assert not list((tmp_path / "envs").glob("*/.strata-complete"))
+
+
+def test_a_build_that_prints_without_end_or_line_break_costs_no_memory(tmp_path, block):
+    path = fake_uv(tmp_path / "bin", "head -c 50000000 /dev/zero | tr '\\0' x; echo; echo the end; exit 3")
+    with worker_at(tmp_path, PATH=path) as client:
+        answer = client.execute("x = 1", environment=block)
+        assert answer.status == 500 and answer.json["error"].endswith("the end") and len(answer.body) < 400_000
+
+
+def test_an_environment_whose_python_is_gone_is_built_again(env_worker, block):
+    env_worker.run(WHERE, environment=block, timeout_seconds=60)
+    python = environment_of(env_worker) / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/gone/with/the/old/image/python")
+    assert env_worker.run(WHERE, environment=block, timeout_seconds=60).manifest["environment"]["installed"] is True
+
+
+# Archives
+
+
+def packed_tar(*members):
+    return gzip.decompress(archive_of(*members))
+
+
+HALVES = (
+    ("bin/python", LINK, "/x/bin/python"),
+    ("pyvenv.cfg", FILE, b"home = /x\n"),
+    ("lib/a.py", FILE, bytes(5000)),
+    ("lib/b.py", FILE, b"b" * 5000),
+)
+
+
+def header(name, kind, size):
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+DAMAGED = {
+    "a tar that breaks off before a member": gzip.compress(packed_tar(*HALVES)[: 512 * 4]),
+    "a tar that breaks off in a member": gzip.compress(packed_tar(*HALVES)[: 512 * 8]),
+    "a tar without its end": gzip.compress(packed_tar(*HALVES).rstrip(b"\0") + bytes(120)),
+    "a header that is damaged": gzip.compress(packed_tar(*HALVES).replace(b"lib/b.py", b"lib/c.py")),
+    "a checksum that is wrong": archive_of(*HALVES)[:-8] + b"0000" + archive_of(*HALVES)[-4:],
+    "a gzip that breaks off": archive_of(*HALVES)[:-3],
+    "a header of 64 MiB": gzip.compress(header("././@PaxHeader", b"x", 64 * 2**20) + bytes(64 * 2**20)),
+    "a name of 64 MiB": gzip.compress(header("././@LongLink", b"L", 64 * 2**20) + b"a" * (64 * 2**20)),
+    "a negative size": gzip.compress(packed_tar(*HALVES)[:12800] + header("a", FILE, -1024) + bytes(10240)),
+    "no tar": gzip.compress(b"x" * 2000),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_archive_is_never_taken_for_a_whole_one(tmp_path, damage):
+    (tmp_path / "archive").write_bytes(DAMAGED[damage])
+    with pytest.raises(strata_worker.EnvironmentFailure):
+        strata_worker.unpack(tmp_path / "archive", tmp_path / "env", 10**9, lambda: None, sys.executable)
+
+
+@hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(st.integers(0, 512 * 12), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
+def test_an_archive_of_any_bytes_is_unpacked_inside_or_refused(changes):
+    tar = bytearray(packed_tar(*HALVES))
+    for at, data in changes:
+        tar[at : at + len(data)] = data
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        (folder / "archive").write_bytes(gzip.compress(bytes(tar), 1))
+        with contextlib.suppress(strata_worker.EnvironmentFailure):
+            strata_worker.unpack(folder / "archive", folder / "env", 10**6, lambda: None, sys.executable)
+        assert sorted(path.name for path in folder.iterdir()) == ["archive", "env"]
+
+
+def test_unpacking_uses_no_memory_for_what_a_header_says(tmp_path):
+    (tmp_path / "archive").write_bytes(DAMAGED["a header of 64 MiB"])
+    program = "import resource, strata_worker, sys; before = resource.getrusage(0).ru_maxrss\ntry: strata_worker.unpack(strata_worker.Path(sys.argv[1], 'archive'), strata_worker.Path(sys.argv[1], 'env'), 10**9, lambda: None)\nexcept strata_worker.EnvironmentFailure: print(resource.getrusage(0).ru_maxrss - before)"
+    grown = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=HERE, capture_output=True, text=True, check=True
+    ).stdout
+    assert int(grown) < 16 * (1024 if sys.platform.startswith("linux") else 2**20)
+
+
+def test_a_cancel_ends_the_unpacking_of_one_large_file(tmp_path):
+    (tmp_path / "archive").write_bytes(archive_of(("large", FILE, bytes(20 * 2**20))))
+    calls = iter(range(10**6))
+
+    def check():
+        if next(calls) == 10:
+            raise strata_worker.run_failed("the execution was cancelled", 409)
+
+    with pytest.raises(strata_worker.WorkerError, match="cancelled"):
+        strata_worker.unpack(tmp_path / "archive", tmp_path / "env", 10**9, check)
+
+
+def test_no_archive_writes_to_the_workers_interpreter(tmp_path, peer, block):
+    """pyvenv.cfg may not be a link: one to bin/python would be one to the interpreter, and its home is rewritten."""
+    (tmp_path / "interpreter").write_text("#!/bin/sh\nhome = 1\n")
+    for at, members in enumerate(
+        [[("pyvenv.cfg", LINK, "bin/python")], [("a", LINK, "bin/python"), ("pyvenv.cfg", LINK, "a")], []]
+    ):
+        archive = tmp_path / ("archive-%d" % at)
+        archive.write_bytes(archive_of(("bin/python", LINK, "/x/bin/python"), *members))
+        with pytest.raises(strata_worker.EnvironmentFailure, match="pyvenv.cfg"):
+            strata_worker.unpack(archive, tmp_path / str(at), 10**6, lambda: None, str(tmp_path / "interpreter"))
+            strata_worker.relocate(tmp_path / str(at), str(tmp_path / "interpreter"))
+    assert (tmp_path / "interpreter").read_text() == "#!/bin/sh\nhome = 1\n"
+
+
+def test_an_archive_packed_larger_than_the_limit_is_500_and_names_the_setting(tmp_path, peer, block):
+    peer.blobs[registry_path(block["key"])] = archive_of(("big", FILE, os.urandom(200_000)))
+    with registry_worker(tmp_path, peer, STRATA_WORKER_ENV_MAX_BYTES="100000") as client:
+        answer = client.execute("x = 1", environment=block)
+    assert (
+        answer.status == 500
+        and answer.json["error"].startswith("locked environment: ")
+        and "STRATA_WORKER_ENV_MAX_BYTES" in answer.json["error"]
+    )
+
+
+def test_a_registry_that_cannot_be_reached_fails_the_cell(tmp_path, block):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = "http://127.0.0.1:%d" % taken.getsockname()[1]
+    with worker_at(tmp_path, STRATA_WORKER_ENV_REGISTRY_URL=url) as client:
+        answer = client.execute("x = 1", environment=block)
+    assert answer.status == 500 and answer.json["error"].startswith("locked environment: ")
+
+
+def test_an_archive_with_one_folder_around_it_is_welcome(tmp_path, peer, block, packed):
+    box = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(packed)) as old, tarfile.open(fileobj=box, mode="w:gz") as new:
+        for member in old:
+            data = old.extractfile(member) if member.isreg() else None
+            member.name = "env/" + member.name
+            new.addfile(member, data)
+    peer.blobs[registry_path(block["key"])] = box.getvalue()
+    with registry_worker(tmp_path, peer) as client:
+        assert client.run(WHERE, environment=block).json("version") == "from the registry"
+    assert not list((tmp_path / "envs").glob("*.building"))
+
+
+def test_a_fetched_environment_works_with_an_interpreter_that_is_a_link(tmp_path, packed):
+    link = tmp_path / "bin" / "python3"
+    link.parent.mkdir()
+    link.symlink_to(os.path.realpath(sys.executable))
+    (tmp_path / "archive").write_bytes(packed)
+    strata_worker.unpack(tmp_path / "archive", tmp_path / "env", 10**9, lambda: None, str(link))
+    strata_worker.relocate(tmp_path / "env", str(link))
+    said = subprocess.run(
+        [str(tmp_path / "env" / "bin" / "python"), "-c", "import six, sys, ssl; print(six.__version__, sys.prefix)"],
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout.strip() == "from the registry %s" % (tmp_path / "env") and said.stderr == ""
+
+
+def test_a_real_environment_of_uv_can_be_served_and_moved(tmp_path, peer):
+    block = lock_block(tmp_path / "notebook", dependencies=["six==1.17.0", "tabulate==0.9.0"])
+    env = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "made"), "UV_PYTHON_DOWNLOADS": "never"}
+    subprocess.run(
+        [
+            shutil.which("uv", path=path_with_uv()),
+            "sync",
+            "--quiet",
+            "--frozen",
+            "--no-install-project",
+            "--python",
+            sys.executable,
+        ],
+        cwd=tmp_path / "notebook",
+        env=env,
+        check=True,
+    )
+    box = io.BytesIO()
+    with tarfile.open(fileobj=box, mode="w:gz") as tar:
+        tar.add(tmp_path / "made", ".")
+    shutil.rmtree(tmp_path / "made")
+    peer.blobs[registry_path(block["key"])] = box.getvalue()
+    with registry_worker(tmp_path, peer) as client:
+        bundle = client.run(
+            WHERE
+            + "\nimport subprocess\nsaid = subprocess.run(['tabulate'], input='a b', capture_output=True, text=True).stdout",
+            environment=block,
+        )
+    assert bundle.json("version") == "1.17.0" and "a" in bundle.json("said")
+
+
+# The root
+
+
+def aged(folder, days, marked=True):
+    folder.mkdir(parents=True)
+    strata_worker.lock_of(folder).touch()
+    if marked:
+        (folder / ".strata-complete").touch()
+        os.utime(folder / ".strata-complete", (time.time() - days * 86400,) * 2)
+
+
+def test_the_sweep_takes_what_is_old_or_was_never_finished_and_nothing_else(tmp_path):
+    root = tmp_path / "envs"
+    for name, days in (("old", 40), ("new", 1), ("r/old", 40), ("r/cache", 40)):
+        aged(root / name, days)
+    for name in ("half", "new.building", "half.building"):
+        aged(root / name, 0, marked=False)
+    for name in ("new.building.lock", "half.building.lock"):
+        (root / name).unlink()
+    (root / "somebody-elses").mkdir()
+    root.chmod(0o2775)
+    environments = strata_worker.Environments(strata_worker.Settings(env_root=str(root)), None, None)
+    environments.sweep()
+    left = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_dir())
+    assert left == ["new", "new.building", "r", "somebody-elses"]
+    assert root.stat().st_mode & 0o7777 == 0o2775
+
+
+def test_an_environment_that_is_being_built_is_not_swept(tmp_path, block):
+    path = fake_uv(
+        tmp_path / "bin",
+        'mkdir -p "$UV_PROJECT_ENVIRONMENT"; touch {0}/runs; while [ ! -e {0}/go ]; do sleep 0.05; done; rmdir "$UV_PROJECT_ENVIRONMENT"'.format(
+            tmp_path
+        ),
+    )
+    with (
+        worker_at(tmp_path, PATH=path) as client,
+        in_background(lambda: client.run(WHERE, environment=block, timeout_seconds=60)) as bundle,
+    ):
+        eventually((tmp_path / "runs").exists, "the build runs")
+        strata_worker.Environments(
+            strata_worker.Settings(env_root=str(tmp_path / "envs"), env_max_idle_days=0.0), None, None
+        ).sweep()
+        (tmp_path / "go").touch()
+        assert bundle(30).json("version") == "1.17.0"
+
+
+def test_a_build_leaves_nothing_in_the_root_but_the_environment_and_its_lock(env_worker, block):
+    env_worker.run(WHERE, environment=block, timeout_seconds=60)
+    found = environment_of(env_worker).name
+    assert sorted(path.name for path in env_worker.envs.iterdir()) == [found, found + ".lock"]
+    assert found == "%s-%s" % (
+        block["key"],
+        run_command("--print-env-path", sys.executable).stdout.strip().replace("/", "-"),
+    )
+
+
+# R
+
+
+@pytest.fixture
+def r_block():
+    need(shutil.which("Rscript"), "needs Rscript")
+    lockfile = json.dumps(
+        {"R": {"Version": "4.0.0"}, "Packages": {"alphaone": {"Package": "alphaone", "Version": "1.0"}}}
+    )
+    return {"key": hashlib.sha256(lockfile.encode()).hexdigest(), "lockfile": lockfile}
+
+
+def r_registry_path(block):
+    return "/r/%s/%s/%s" % (
+        block["key"],
+        *subprocess.run(["Rscript", "-e", strata_worker.DESCRIBE_R], capture_output=True, text=True).stdout.split(),
+    )
+
+
+def test_a_locked_library_comes_first_whatever_the_worker_or_the_notebook_says(tmp_path, peer, r_block):
+    peer.blobs[r_registry_path(r_block)] = archive_of(("alphaone/DESCRIPTION", FILE, b"Package: alphaone\n"))
+    for name in ("own", "asked"):
+        (tmp_path / name).mkdir()
+    with registry_worker(tmp_path, peer, R_LIBS=str(tmp_path / "own"), RENV_PROJECT="/elsewhere") as client:
+        source = "paths <- .libPaths()\nproject <- Sys.getenv('RENV_PROJECT')"
+        plain = client.execute(source, language="r", environment=r_block).bundle
+        asked = client.execute(
+            source, language="r", environment=r_block, env={"R_LIBS": str(tmp_path / "asked")}
+        ).bundle
+    for bundle, second in ((plain, "own"), (asked, "asked")):
+        assert bundle.json("paths")[0].startswith(str(tmp_path / "envs" / "r")) and bundle.json("paths")[1] == str(
+            tmp_path / second
+        )
+        assert bundle.json("project") == ""
+
+
+@pytest.mark.parametrize(
+    "lockfile",
+    [
+        '{"Packages": [{"a": 1}]}',
+        '{"Packages": 7}',
+        "[1]",
+        "[" * 100_000,
+        '{"Packages": {"..": {}}}',
+        '{"Packages": {"a/b": {}}}',
+        '"\ud800"',
+    ],
+)
+def test_an_r_block_of_any_shape_is_500_with_the_reason(env_worker, r_block, lockfile):
+    block = {"key": hashlib.sha256(lockfile.encode("utf-8", "surrogatepass")).hexdigest(), "lockfile": lockfile}
+    answer = env_worker.execute("x <- 1", language="r", environment=block)
+    assert answer.status == 500 and "environment.lockfile" in answer.json["error"]
+
+
+def test_a_locked_r_cell_without_r_is_500_in_the_words_of_the_protocol(tmp_path):
+    with worker_at(tmp_path, PATH="/nowhere") as client:
+        answer = client.execute("x <- 1", language="r", environment={"key": "k", "lockfile": "{}"})
+    assert answer.status == 500 and answer.json["error"] == "Rscript is not installed on this worker"
