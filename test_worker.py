@@ -4087,7 +4087,7 @@ def test_an_unknown_format_fails_the_cell_by_name(run_cell, input_file):
 
 
 def test_a_missing_library_is_named(run_cell, input_file):
-    spec = given("module/import", "m.module.json", b'{"module_name": "no_such.thing"}')
+    spec = input_file("module/import", "m.module.json", b'{"module_name": "no_such.thing"}')
     ran = run_cell("1", {"m": spec})
     assert "'m' (module/import)" in ran.error and "install no_such" in ran.error
 
