@@ -49,7 +49,7 @@ from websockets.protocol import Protocol, SERVER
 from websockets.sync.server import serve
 
 import strata_worker
-from test_worker import Bundle, Peer, WorkerProcess, eventually, mounted, need, processes_of
+from test_worker import Bundle, Peer, WorkerProcess, eventually, mounted, need, processes_of, settings as settings_of
 from strata_worker import (
     BINARY,
     CLOSE,
@@ -1040,7 +1040,7 @@ def test_the_probe_answers_what_is_here_and_null_for_what_it_cannot_tell(store, 
 
 def etag_of(mounting, store, mount, key):
     """The version that the cache noted; what fsspec lists as an object's etag."""
-    loaded = settings(strata_notebook_mount_cache_dir=str(mounting.cache))
+    loaded = settings_of(strata_notebook_mount_cache_dir=str(mounting.cache))
     scope = Store(loaded, strata_worker.parse_mount(mount)).scope
     record = MountCache(*strata_worker.cache_settings(loaded)).record(scope, key)
     return '"%s"' % record["version"] if record else "other"
