@@ -28,7 +28,9 @@ that needs to know of it.
     Output folders  what a cell fills, and the folders that cells are given
     Mounts          folders of object stores, copied here for a cell, and its changes back
     Bundle          a run's folder as a tar, streamed
+    Metrics         what happened, counted, in Prometheus' text format
     Execution       slots, and a run's life from admission to answer
+    Jobs            executions whose callers come back for the result
     Routes          which request is whose
     Relay           the same requests, over a WebSocket that the worker opens
     Command line    starting and stopping
@@ -45,6 +47,7 @@ if sys.version_info < (3, 10):
 import argparse
 import atexit
 import base64
+import bisect
 import codecs
 import collections
 import contextlib
@@ -313,12 +316,38 @@ class Settings:
         "GPUs to hand out, one a cell, through CUDA_VISIBLE_DEVICES. Default: not managed",
         "--gpu-slots",
     )
+    jobs: bool = setting(
+        "STRATA_WORKER_JOBS",
+        switch,
+        False,
+        "1: answer /v1/execute and /v1/execute-manifest with 202 and a job to poll; a full worker queues cells",
+        "--jobs",
+    )
+    max_jobs: int = setting(
+        "STRATA_WORKER_MAX_JOBS",
+        whole_number(1),
+        100,
+        "jobs that are kept, waiting, running and done; more are refused with 503",
+    )
+    job_seconds: float = setting(
+        "STRATA_WORKER_JOB_SECONDS",
+        seconds,
+        600.0,
+        "how long a job waits for a slot, and how long its result waits to be fetched",
+    )
     log_level: str = setting(
         "STRATA_WORKER_LOG_LEVEL",
         one_of("debug", "info", "warning", "error"),
         "info",
         "debug, info, warning or error",
         "--log-level",
+    )
+    log_format: str = setting(
+        "STRATA_WORKER_LOG_FORMAT",
+        one_of("text", "json"),
+        "text",
+        "text, or json for one object a line",
+        "--log-format",
     )
     drain_seconds: float = setting(
         "STRATA_WORKER_DRAIN_SECONDS",
@@ -398,6 +427,12 @@ class Settings:
         seconds,
         60.0,
         "how long a peer may go without moving a byte, in either direction",
+    )
+    heartbeat_seconds: float = setting(
+        "STRATA_WORKER_HEARTBEAT_SECONDS",
+        seconds,
+        0.0,
+        "how long /execute may stay silent before it answers with spaces and its status in the body; 0 for ever",
     )
     max_input_bytes: int = setting(
         "STRATA_WORKER_MAX_INPUT_BYTES",
@@ -1300,12 +1335,31 @@ class Response:
 
     @property
     def length(self):
-        return sum(piece.size if isinstance(piece, FileSlice) else len(piece) for piece in self.body)
+        """The body's bytes; None where nobody knows yet."""
+        return body_size(self.body)
+
+    def framing(self):
+        """The header that says how long the body is, where it has one of its own."""
+        return [] if self.length is None else [("Content-Length", str(self.length))]
 
 
-def json_response(status, content, headers=()):
+class Streamed(Response):
+    """A response whose body is still being made: ``pieces`` is an iterator of bytes."""
+
+    length = None
+
+    def __init__(self, status, pieces, headers=()):
+        super().__init__(status, (), headers)
+        self.body = pieces
+
+
+def body_size(body):
+    return sum(piece.size if isinstance(piece, FileSlice) else len(piece) for piece in body)
+
+
+def json_response(status, content, headers=(), close=None):
     body = json.dumps(content).encode()
-    return Response(status, [body], [("Content-Type", "application/json"), *headers])
+    return Response(status, [body], [("Content-Type", "application/json"), *headers], close)
 
 
 def error_response(error):
@@ -1448,9 +1502,12 @@ class ChunkedBody:
 
 def send_response(connection, head, response, keep_alive):
     """Write a response: the head and small pieces together, files by sendfile."""
-    headers = [("Date", http_date()), ("Content-Length", str(response.length)), *response.headers]
+    headers = [("Date", http_date()), *response.framing(), *response.headers]
     if not keep_alive:
         headers.append(("Connection", "close"))
+    if response.length is None:
+        send_stream(connection, head.protocol, response, headers)
+        return
     pending = bytearray(response_head(head.protocol, response.status, headers))
     for piece in response.body if head.method != "HEAD" else ():
         if isinstance(piece, FileSlice) and piece.size > CHUNK // 16:
@@ -1466,6 +1523,14 @@ def send_response(connection, head, response, keep_alive):
             connection.send(pending)
             pending.clear()
     connection.send(pending)
+
+
+def send_stream(connection, protocol, response, headers):
+    """Write a response of unknown length as it comes; h11 frames it: chunked, or to the end for HTTP/1.0."""
+    connection.send(response_head(protocol, response.status, headers))
+    for piece in response.body:
+        connection.send(protocol.send(h11.Data(data=piece)))
+    connection.send(protocol.send(h11.EndOfMessage()))
 
 
 def response_head(protocol, status, headers):
@@ -2273,10 +2338,6 @@ def write_all(file, view):
         view = view[file.write(view) :]
 
 
-def body_size(body):
-    return sum(piece.size if isinstance(piece, FileSlice) else len(piece) for piece in body)
-
-
 def read_pieces(body, halt):
     for piece in body:
         if not isinstance(piece, FileSlice):
@@ -2696,6 +2757,11 @@ class Launcher:
             server.used = time.monotonic()
             self.end_unused()
             return server
+
+    def cells(self):
+        """How many processes of cells there are."""
+        with self.lock:
+            return sum(len(server.cells) for server in self.servers.values())
 
     def end_unused(self):
         locked = [key for key in self.servers if key not in (self.bare, self.warm)]
@@ -3331,14 +3397,21 @@ class Environments:
             self.swept = time.monotonic()
         threading.Thread(target=self.sweep, name="strata-env-sweep", daemon=True).start()
 
+    def paths(self):
+        locks = [*self.root.glob("*.lock"), *self.root.glob("r/*.lock")]
+        return [lock.with_suffix("") for lock in locks]
+
+    def count(self):
+        """How many there are, ready for use."""
+        return sum(map(is_whole, self.paths()))
+
     def sweep(self):
         """Remove what nobody has used for long, the oldest first, and what killed builds left.
 
         Only what a lock file of ours stands beside: the root may hold other things.
         """
         deadline = time.time() - self.settings.env_max_idle_days * 86400
-        locks = [*self.root.glob("*.lock"), *self.root.glob("r/*.lock")]
-        for path in sorted((lock.with_suffix("") for lock in locks), key=last_used):
+        for path in sorted(self.paths(), key=last_used):
             with contextlib.suppress(OSError), contextlib.closing(FileLock(lock_of(path))) as lock:
                 if last_used(path) < deadline and lock.try_acquire(shared=False) and last_used(path) < deadline:
                     log.info(
@@ -5021,6 +5094,74 @@ class OutputFiles:
 
 
 # ---------------------------------------------------------------------------------------
+# Metrics: what happened, counted, in Prometheus' text format
+# ---------------------------------------------------------------------------------------
+
+
+class Tally:
+    """Counts of what has happened since the start."""
+
+    # Seconds. A forked cell takes milliseconds, a locked environment minutes.
+    BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+    OUTCOMES = ("ok", "raised", "timeout", "cancelled", "failed")
+    PHASES = ("queued", "staging", "running", "answering")
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.runs = dict.fromkeys(self.OUTCOMES, 0)
+        self.responses = collections.Counter()  # by status
+        self.bytes = {"in": 0, "out": 0}
+        self.buckets = {phase: [0] * (len(self.BOUNDS) + 1) for phase in self.PHASES}
+        self.seconds = dict.fromkeys(self.PHASES, 0.0)
+
+    def count_run(self, run):
+        with self.lock:
+            self.runs[run.outcome or "failed"] += 1
+            self.bytes["in"] += run.bytes_in
+            self.bytes["out"] += run.bytes_out
+            for phase, spent in run.seconds.items():
+                self.buckets[phase][bisect.bisect_left(self.BOUNDS, spent)] += 1
+                self.seconds[phase] += spent
+
+    def count_response(self, status):
+        with self.lock:
+            self.responses[status] += 1
+
+    def lines(self):
+        with self.lock:
+            yield from family("runs_total", "counter", "Runs, by how they ended.", self.runs, "outcome")
+            yield from family("responses_total", "counter", "Answered requests, by status.", self.responses, "status")
+            yield from family("run_bytes_total", "counter", "Bytes of inputs and bundles.", self.bytes, "direction")
+            yield from self.histogram()
+
+    def histogram(self):
+        name = "run_phase_seconds"
+        yield from heading(name, "histogram", "How long runs were in each phase.")
+        for phase, counts in self.buckets.items():
+            totals = list(itertools.accumulate(counts))
+            for bound, total in zip((*self.BOUNDS, "+Inf"), totals, strict=True):
+                yield 'strata_worker_%s_bucket{phase="%s",le="%s"} %d' % (name, phase, bound, total)
+            yield 'strata_worker_%s_sum{phase="%s"} %.6f' % (name, phase, self.seconds[phase])
+            yield 'strata_worker_%s_count{phase="%s"} %d' % (name, phase, totals[-1])
+
+
+def heading(name, kind, doc):
+    return ["# HELP strata_worker_%s %s" % (name, doc), "# TYPE strata_worker_%s %s" % (name, kind)]
+
+
+def family(name, kind, doc, values, label):
+    """A metric with a value for each label."""
+    return heading(name, kind, doc) + [
+        'strata_worker_%s{%s="%s"} %s' % (name, label, key, value) for key, value in values.items()
+    ]
+
+
+def gauge(name, doc, value):
+    """A metric with one value, or none where there is nothing to tell."""
+    return [] if value is None else heading(name, "gauge", doc) + ["strata_worker_%s %s" % (name, value)]
+
+
+# ---------------------------------------------------------------------------------------
 # Execution: slots, and a run's life from admission to answer
 # ---------------------------------------------------------------------------------------
 
@@ -5078,7 +5219,7 @@ class RunRoot:
 
 
 class Slots:
-    """How many cells at once, and which GPU each gets. Refusing is immediate: nothing queues."""
+    """How many cells at once, and which GPU each gets. Only a job waits for one; all others are refused."""
 
     def __init__(self, settings):
         self.max_concurrent = settings.max_concurrent
@@ -5087,7 +5228,8 @@ class Slots:
         count = settings.gpu_slots or 0
         self.gpus = collections.deque(visible[:count] if len(visible) >= count else map(str, range(count)))
         self.active = 0
-        self.lock = threading.Lock()
+        self.queue = []  # the runs that wait, first come first
+        self.changed = threading.Condition()
 
     @property
     def free_gpus(self):
@@ -5096,21 +5238,63 @@ class Slots:
     @contextlib.contextmanager
     def taken(self):
         """Hold a slot; the GPU that comes with it, or None. WorkerError 503 when full."""
-        with self.lock:
+        with self.changed:
+            shortage = self.shortage() or self.queue and "%d executions wait for a slot" % len(self.queue)
+            if shortage:
+                raise self.full(shortage)
             gpu = self.take()
-        try:
+        with self.held(gpu):
             yield gpu
+
+    @contextlib.contextmanager
+    def awaited(self, run, limit):
+        """Hold a slot as soon as it is this run's turn; WorkerError 503 after ``limit`` seconds."""
+        with run.interruptible(self.wake), self.changed:
+            self.queue.append(run)
+            try:
+                self.changed.wait_for(lambda: run.cancelled or self.is_turn_of(run), limit)
+                run.check()
+                if not self.is_turn_of(run):
+                    raise self.full("No slot was free for %g seconds (STRATA_WORKER_JOB_SECONDS)" % limit)
+                gpu = self.take()
+            finally:
+                self.queue.remove(run)
+                self.changed.notify_all()
+        with self.held(gpu):
+            yield gpu
+
+    def is_turn_of(self, run):
+        return self.queue[0] is run and not self.shortage()
+
+    def wake(self):
+        with self.changed:
+            self.changed.notify_all()
+
+    def position(self, run):
+        """A waiting run's place in the queue, from 1; None if it does not wait."""
+        with self.changed:
+            return self.queue.index(run) + 1 if run in self.queue else None
+
+    @contextlib.contextmanager
+    def held(self, gpu):
+        try:
+            yield
         finally:
-            with self.lock:
+            with self.changed:
                 self.active -= 1
                 if gpu is not None:
                     self.gpus.append(gpu)
+                self.changed.notify_all()
+
+    def shortage(self):
+        """Why there is no slot, or None when there is one."""
+        if self.max_concurrent is not None and self.active >= self.max_concurrent:
+            return "Worker is running %d of %d executions" % (self.active, self.max_concurrent)
+        if self.gpu_slots is not None and not self.gpus:
+            return "All %d GPU slots are in use" % self.gpu_slots
+        return None
 
     def take(self):
-        if self.max_concurrent is not None and self.active >= self.max_concurrent:
-            raise self.full("Worker is running %d of %d executions" % (self.active, self.max_concurrent))
-        if self.gpu_slots is not None and not self.gpus:
-            raise self.full("All %d GPU slots are in use" % self.gpu_slots)
         self.active += 1
         return self.gpus.popleft() if self.gpu_slots is not None else None
 
@@ -5126,20 +5310,24 @@ class Run:
            |          |           |
            +----------+-----------+--> cancelled, by anyone who knows the build id
 
-    What can block in a phase hangs an interrupt on the run: cancelling calls it, once.
+    A job's run is "queued" before it has a slot. What can block in a phase hangs an interrupt
+    on the run: cancelling calls it, once.
     """
+
+    PHASES = ("queued", "staging", "running", "answering")
 
     def __init__(self, folder, gpu):
         self.folder = folder
         self.gpu = gpu
         self.build_id = None
         self.phase = "staging"
-        self.outcome = None  # how it ended, for the log
+        self.outcome, self.reason = None, None  # how it ended: a word for counting, and more for the log
         self.cancelled = False
+        self.undelivered = False  # done, and its caller has yet to fetch the result
         self.interrupts = []
         self.lock = threading.Lock()
         self.started = time.monotonic()
-        self.seconds = {"staging": 0.0, "running": 0.0, "answering": 0.0}
+        self.seconds = dict.fromkeys(self.PHASES, 0.0)
         self.bytes_in = self.bytes_out = 0
         self.trace = {}  # the W3C trace context it was asked for in
         self.mounts = None  # its Mounts
@@ -5161,7 +5349,7 @@ class Run:
 
     def cancellation(self):
         """Page: 409 before the harness starts; a cancelled running cell is one that failed."""
-        status = 409 if self.phase == "staging" else 500
+        status = 409 if self.phase in ("queued", "staging") else 500
         return run_failed("the execution was cancelled", status)
 
     def cancel(self):
@@ -5193,18 +5381,45 @@ class Run:
         with self.lock:  # several downloads count at once
             self.bytes_in += size
 
+    @contextlib.contextmanager
+    def judged(self):
+        """What the block raises is how the run ended."""
+        try:
+            yield
+        except BaseException as problem:
+            self.outcome, self.reason = outcome_of(problem)
+            if self.cancelled:
+                self.outcome = "cancelled"
+            raise
+
     def finish(self):
+        """The end of it, once; True when this was it."""
         with self.lock:
+            if self.phase == "done":
+                return False
             self.seconds[self.phase] += time.monotonic() - self.started
             self.phase = "done"
+        known = {"build_id": self.build_id, "outcome": self.outcome, "reason": self.reason}
+        known.update({name + "_seconds": round(spent, 6) for name, spent in self.seconds.items()})
+        known.update(bytes_in=self.bytes_in, bytes_out=self.bytes_out)
         log.info(
             "run %s: %s, staging %.3f s, running %.3f s, answering %.3f s, %d bytes in, %d bytes out",
             self.build_id or "-",
-            self.outcome,
-            *self.seconds.values(),
+            "%s (%s)" % (self.outcome, self.reason) if self.reason else self.outcome,
+            *[self.seconds[phase] for phase in ("staging", "running", "answering")],
             self.bytes_in,
             self.bytes_out,
+            extra={"known": known},
         )
+        return True
+
+
+def outcome_of(problem):
+    """How a run ended that raised this: a word to count, and what the log says beside it."""
+    if isinstance(problem, WorkerError):
+        word = "timeout" if problem.status == 408 and problem.failed else "failed"
+        return word, "%d: %s" % (problem.status, problem.message.partition("\n")[0])
+    return "failed", "%s: %s" % (type(problem).__name__, problem)
 
 
 class Runs:
@@ -5213,64 +5428,83 @@ class Runs:
     def __init__(self, settings):
         self.root = RunRoot(settings.run_root)
         self.slots = Slots(settings)
-        self.running = set()
+        self.tally = Tally()
+        self.kept = set()  # every run whose folder there is
+        self.draining = False
         self.idle_since = time.monotonic()
         self.changed = threading.Condition()
 
     @contextlib.contextmanager
     def admitted(self):
         """A Run with a slot and a folder, both gone at the end; WorkerError 503 when full."""
-        with self.slots.taken() as gpu:
-            folder = self.root.new_folder()
-            run = Run(folder, gpu)
-            with self.changed:
-                self.running.add(run)
-            try:
+        with self.slots.taken() as gpu, self.begun(gpu) as run:
+            yield run
+
+    @contextlib.contextmanager
+    def begun(self, gpu=None):
+        """A Run with a folder, which has yet to wait for its slot."""
+        run = Run(self.root.new_folder(), gpu)
+        with self.changed:
+            if self.draining:
+                remove_tree(run.folder)
+                raise Slots.full("The worker is stopping")
+            self.kept.add(run)
+        try:
+            with run.judged():
                 yield run
-            except BaseException as problem:
-                run.outcome = outcome_of(problem)
-                raise
-            finally:
-                remove_tree(folder)
-                run.finish()
-                with self.changed:
-                    self.running.discard(run)
-                    self.idle_since = time.monotonic()
-                    self.changed.notify_all()
+        finally:
+            remove_tree(run.folder)
+            self.finish(run)
+            self.settle(lambda: self.kept.discard(run))
+
+    def finish(self, run):
+        if run.finish():
+            self.tally.count_run(run)
+
+    def settle(self, change):
+        """Make a change that may leave the worker idle."""
+        with self.changed:
+            change()
+            self.idle_since = time.monotonic()
+            self.changed.notify_all()
+
+    def are_over(self):
+        return all(run.phase == "done" for run in self.kept)
+
+    def are_delivered(self):
+        """Does no result wait for its caller either?"""
+        return not any(run.phase != "done" or run.undelivered for run in self.kept)
 
     def idle_seconds(self):
         with self.changed:
-            return 0.0 if self.running else time.monotonic() - self.idle_since
+            return time.monotonic() - self.idle_since if self.are_delivered() else 0.0
 
     def cancel(self, build_id):
         """Cancel what runs under this id; False when nothing does."""
         with self.changed:
-            found = [run for run in self.running if run.build_id == build_id]
+            found = [run for run in self.kept if run.build_id == build_id]
         return any([run.cancel() for run in found])
 
-    def wait_idle(self, timeout, hurry):
-        """Wait until nothing runs, ``timeout`` is over, or ``hurry`` is set; True when idle."""
+    def refuse_more(self):
+        with self.changed:
+            self.draining = True
+
+    def wait_until(self, idle, timeout, hurry=None):
+        """Wait until ``idle()``, ``timeout`` is over, or ``hurry`` is set; whether it is idle."""
         deadline = time.monotonic() + timeout
         with self.changed:
-            while self.running and not hurry.is_set() and time.monotonic() < deadline:
+            while not idle() and not (hurry and hurry.is_set()) and time.monotonic() < deadline:
                 self.changed.wait(0.05)
-            return not self.running
+            return idle()
 
     def cancel_all(self):
+        """Stop every run; how many there were."""
         with self.changed:
-            running = list(self.running)
-        for run in running:
-            run.cancel()
+            kept = list(self.kept)
+        return sum([run.cancel() for run in kept])
 
     def close(self):
         self.root.close()
-
-
-def outcome_of(problem):
-    if isinstance(problem, WorkerError):
-        names = {408: "timed out", 409: "cancelled"}
-        return "%s (%d: %s)" % (names.get(problem.status, "failed"), problem.status, problem.message.partition("\n")[0])
-    return "%s: %s" % (type(problem).__name__, problem)
 
 
 class Form:
@@ -5411,7 +5645,7 @@ class Executor:
                 with self.keeper.keeping(console):
                     code = self.supervise(run, cell, launch, console, lease)
             result = self.result(run, code, console)
-            run.outcome = "ok" if result["success"] else "the cell raised %.200s" % result.get("error")
+            run.outcome, run.reason = ("ok", None) if result["success"] else ("raised", "%.200s" % result.get("error"))
             if result["success"]:
                 run.mounts.sync(console)
             said, members = folders.collect(console)
@@ -5635,43 +5869,195 @@ def said(console):
 
 
 # ---------------------------------------------------------------------------------------
-# Routes: which request is whose
+# Jobs: executions whose callers come back for the result
 # ---------------------------------------------------------------------------------------
+#
+# Page: "Asynchronous execution (202)". A job is a run in a thread of its own. Its inputs
+# have come in before it is accepted; it waits for a slot where another would be refused;
+# and its result stays in the run's folder until it is fetched, or too old.
+
+
+def answered(what, make):
+    """The response that ``make`` gives, or that its error becomes."""
+    try:
+        return make()
+    except WorkerError as error:
+        return error_response(error)
+    except Disconnected:
+        raise
+    except OSError as problem:
+        log.warning("%s: %s", what, problem)
+        return error_response(run_failed("the worker's own disk or system failed: %s" % problem))
+    except Exception as problem:
+        log.exception("%s failed", what)
+        return error_response(run_failed("a fault in the worker: %s: %s" % (type(problem).__name__, problem)))
+
+
+class Job:
+    """One accepted execution, under an id that nobody can guess."""
+
+    STATES = {"queued": "queued", "staging": "starting"}  # of a run's phases; all others are running
+
+    def __init__(self, jobs, run, resources):
+        self.id = os.urandom(16).hex()
+        self.jobs, self.run, self.resources = jobs, run, resources
+        self.response = None  # once it is done
+        self.expires = math.inf
+        self.readers = 0  # requests that are sending its result now
+
+    def start(self, make):
+        """Run ``make``, which gives the Response, as soon as a slot is free."""
+        self.run.enter("queued")
+        self.run.undelivered = True
+        thread = threading.Thread(target=self.work, args=(make,), name="strata-job", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread to give
+            raise Slots.full("The worker has no thread to spare") from None
+
+    def work(self, make):
+        response = answered("job %s" % self.id, functools.partial(self.attempt, make))
+        self.jobs.runs.finish(self.run)
+        self.jobs.finished(self, response)
+
+    def attempt(self, make):
+        with self.run.judged(), self.jobs.runs.slots.awaited(self.run, self.jobs.seconds) as gpu:
+            self.run.gpu = gpu
+            self.run.enter("staging")
+            with execution_span(self.run.trace):
+                return make()
+
+    def told(self):
+        """What its URL answers now."""
+        if self.response is None:
+            return json_response(200, self.progress())
+        self.jobs.lend(self)
+        if ("Content-Type", "application/json") in self.response.headers:
+            return json_response(200, self.ending(), close=functools.partial(self.jobs.take_back, self))
+        return Response(200, self.response.body, self.response.headers, functools.partial(self.jobs.take_back, self))
+
+    def progress(self):
+        position = self.jobs.runs.slots.position(self.run)
+        if position is None:
+            return {"state": self.STATES.get(self.run.phase, "running")}
+        before = "Next" if position == 1 else "Behind %d cell%s" % (position - 1, "s" * (position > 2))
+        return {"state": "queued", "position": position, "detail": before + " for a slot on this worker."}
+
+    def ending(self):
+        """A finished pull, or a failure of either transport. A pushed job's success is its bundle."""
+        status, content = self.response.status, json.loads(b"".join(self.response.body))
+        if status == 200:
+            return {"state": "finished", "status_code": status, "result": content}
+        return {"state": "failed", "status_code": status, "error": content.get("error") or content.get("detail")}
+
+
+class Jobs:
+    """The jobs there are, by id: bounded in number, each for a time."""
+
+    FETCHED_SECONDS = 30  # kept once it has been sent: whether it arrived, only its caller knows
+
+    def __init__(self, settings, runs):
+        self.limit, self.seconds = settings.max_jobs, settings.job_seconds
+        self.runs = runs
+        self.jobs = {}
+        self.changed = threading.Condition()
+        self.stopped = False
+        threading.Thread(target=self.sweep, name="strata-jobs", daemon=True).start()
+
+    @contextlib.contextmanager
+    def opened(self):
+        """A new Job, to be started in the block, and gone if that raises; WorkerError 503 when there are too many."""
+        with contextlib.ExitStack() as stack:
+            job = Job(self, stack.enter_context(self.runs.begun()), stack)
+            with self.changed:
+                if len(self.jobs) >= self.limit:
+                    raise Slots.full(
+                        "Worker keeps %d jobs of %d (STRATA_WORKER_MAX_JOBS)" % (len(self.jobs), self.limit)
+                    )
+                self.jobs[job.id] = job
+            stack.callback(self.forget, job)
+            yield job
+            job.resources = stack.pop_all()
+
+    def forget(self, job):
+        with self.changed:
+            del self.jobs[job.id]
+
+    def find(self, job_id):
+        with self.changed:
+            if job_id in self.jobs:
+                return self.jobs[job_id]
+        raise WorkerError(404, "There is no job %s: a result is kept for %g seconds" % (job_id[:100], self.seconds))
+
+    def finished(self, job, response):
+        with self.changed:
+            job.response = response
+            job.expires = time.monotonic() + self.seconds
+            self.changed.notify_all()
+
+    def lend(self, job):
+        """A request is sending the result: it is not removed meanwhile."""
+        with self.changed:
+            job.readers += 1
+
+    def take_back(self, job):
+        with self.changed:
+            job.readers -= 1
+            job.expires = min(job.expires, time.monotonic() + self.FETCHED_SECONDS)
+            self.changed.notify_all()
+        self.runs.settle(lambda: setattr(job.run, "undelivered", False))
+
+    def sweep(self):
+        """The thread that removes what is too old."""
+        while True:
+            with self.changed:
+                if self.stopped:
+                    return
+                old = [job for job in self.jobs.values() if job.expires <= time.monotonic() and not job.readers]
+                if not old:
+                    soonest = min((job.expires for job in self.jobs.values() if not job.readers), default=math.inf)
+                    self.changed.wait(min(3600, max(0, soonest - time.monotonic())))
+            for job in old:
+                job.resources.close()
+
+    def stop(self):
+        """Remove what is left; nothing runs any more."""
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+            left = list(self.jobs.values())
+        for job in left:
+            job.resources.close()
 
 
 class Routes:
-    """Answers requests, wherever they come from. The one place where errors become responses."""
+    """Answers requests, wherever they come from."""
 
-    def __init__(self, settings, runs, executor, machine, fetcher):
+    def __init__(self, settings, runs, executor, machine, fetcher, jobs=None):
         self.settings = settings
         self.runs = runs
+        self.jobs = jobs  # where this worker takes them
         self.executor = executor
         self.machine = machine
         self.fetcher = fetcher
         self.started = time.monotonic()
         self.table = [
             ("GET", r"/health", self.health),
-            ("POST", r"/v1/execute", functools.partial(self.push, parse_execute)),
+            ("GET", r"/metrics", self.metrics),
+            ("POST", r"/v1/execute", self.push_job if jobs else functools.partial(self.push, parse_execute)),
             ("POST", r"/v1/notebook-execute", functools.partial(self.push, parse_notebook_execute)),
-            ("POST", r"/v1/execute-manifest", self.pull),
-            ("POST", r"/execute", self.pull),
+            ("POST", r"/v1/execute-manifest", self.pull_job if jobs else self.pull),
+            ("POST", r"/execute", self.pull_for_pool),
             ("POST", r"/v1/executions/([^/]+)/cancel", self.cancel),
             ("POST", r"/v1/mount-cache/cached", self.cached),
         ]
+        if jobs:
+            self.table += [("GET", r"/v1/jobs/([^/]+)", self.job), ("POST", r"/v1/hints", self.hint)]
 
     def answer(self, request):
-        try:
-            return self.route(request)
-        except WorkerError as error:
-            return error_response(error)
-        except Disconnected:
-            raise
-        except OSError as problem:
-            log.warning("%s %s: %s", request.method, request.path, problem)
-            return error_response(run_failed("the worker's own disk or system failed: %s" % problem))
-        except Exception as problem:
-            log.exception("%s %s failed", request.method, request.path)
-            return error_response(run_failed("a fault in the worker: %s: %s" % (type(problem).__name__, problem)))
+        response = answered("%s %s" % (request.method, request.path), functools.partial(self.route, request))
+        self.runs.tally.count_response(response.status)
+        return response
 
     def route(self, request):
         allowed = []
@@ -5738,6 +6124,7 @@ class Routes:
             "output_dirs": True,
             "folder_inputs": True,
             "mount_cache_probe": True,
+            "jobs": self.jobs is not None,
         }
 
     def push(self, parse, request):
@@ -5748,13 +6135,21 @@ class Routes:
             run = stack.enter_context(self.runs.admitted())
             run.trace = trace_context(request.headers)
             stack.enter_context(execution_span(run.trace))
-            bundle = self.run_pushed(run, parse, boundary, request.body)
-            response = bundle.response()
-            run.bytes_out = response.length
+            response = self.receive(run, parse, boundary, request.body)()
             response.close = stack.pop_all().close
             return response
 
-    def run_pushed(self, run, parse, boundary, body):
+    def push_job(self, request):
+        """``POST /v1/execute`` as a job: accepted once its inputs are here."""
+        check_protocol(request.headers)
+        boundary = form_boundary(request.headers.get("content-type"))
+        with self.jobs.opened() as job:
+            job.run.trace = trace_context(request.headers)
+            job.start(self.receive(job.run, parse_execute, boundary, request.body))
+        return self.accepted(job)
+
+    def receive(self, run, parse, boundary, body):
+        """Stage a pushed cell; what runs it, and gives the Response."""
         folder = run.folder / "inputs"
         folder.mkdir()
         form = Form(folder, boundary).receive(body, run)
@@ -5762,17 +6157,78 @@ class Routes:
         run.build_id = cell.build_id
         run.mounts = Mounts(self.settings, run, cell.mounts)
         inputs = {spec.name: staged(run, spec, form.find(spec), form.find) for spec in cell.inputs}
-        return self.executor.execute(run, cell, inputs)
+        return functools.partial(self.run_pushed, run, cell, inputs)
+
+    def run_pushed(self, run, cell, inputs):
+        response = self.executor.execute(run, cell, inputs).response()
+        run.bytes_out = response.length
+        return response
 
     def pull(self, request):
         """``POST /v1/execute-manifest`` and ``/execute``: inputs and bundle go by signed URLs."""
         check_protocol(request.headers)
         with self.runs.admitted() as run:
-            manifest = parse_manifest(read_json_object(request.body, "The manifest"))
-            run.build_id = manifest.cell.build_id
-            run.trace = trace_context(request.headers) or manifest.trace
+            work = self.take_manifest(run, request)
             with execution_span(run.trace):
-                return json_response(200, Pull(self.fetcher, self.executor, run, manifest).run_it())
+                return work()
+
+    def pull_job(self, request):
+        """``POST /v1/execute-manifest`` as a job."""
+        check_protocol(request.headers)
+        with self.jobs.opened() as job:
+            job.start(self.take_manifest(job.run, request))
+        return self.accepted(job)
+
+    def take_manifest(self, run, request):
+        """Read a manifest; what runs it, and gives the Response."""
+        manifest = parse_manifest(read_json_object(request.body, "The manifest"))
+        run.build_id = manifest.cell.build_id
+        run.trace = trace_context(request.headers) or manifest.trace
+        pull = Pull(self.fetcher, self.executor, run, manifest)
+        return lambda: json_response(200, pull.run_it())
+
+    @staticmethod
+    def accepted(job):
+        return json_response(202, {"job_url": "/v1/jobs/" + job.id})
+
+    def job(self, request, job_id):
+        """``GET /v1/jobs/{id}``: where the job is, and at its end what a synchronous worker had answered."""
+        return self.jobs.find(job_id).told()
+
+    def hint(self, request):
+        """``POST /v1/hints``: a run may come soon. This worker is up already."""
+        read_json_object(request.body, "The hint")
+        return json_response(202, {"accepted": True})
+
+    def metrics(self, request):
+        """``GET /metrics``, for Prometheus."""
+        lines = [*self.runs.tally.lines(), *self.gauges()]
+        body = "".join(line + "\n" for line in lines).encode()
+        return Response(200, [body], [("Content-Type", "text/plain; version=0.0.4; charset=utf-8")])
+
+    def gauges(self):
+        slots = self.runs.slots
+        yield from family("info", "gauge", "The worker's version.", {__version__: 1}, "version")
+        yield from gauge("uptime_seconds", "Since the start.", round(time.monotonic() - self.started, 3))
+        yield from gauge("slots", "Cells at once.", slots.max_concurrent)
+        yield from gauge("slots_in_use", "Cells that hold a slot.", slots.active)
+        yield from gauge("gpu_slots", "GPUs to hand out.", slots.gpu_slots)
+        yield from gauge("gpu_slots_free", "GPUs that no cell has.", slots.free_gpus)
+        yield from gauge("queued", "Jobs that wait for a slot.", len(slots.queue))
+        yield from gauge("jobs", "Jobs that are kept.", len(self.jobs.jobs) if self.jobs else None)
+        yield from gauge("environments", "Locked environments on disk.", self.executor.environments.count())
+        yield from gauge("fork_servers", "Fork servers.", len(self.executor.launcher.servers))
+        yield from gauge("cells", "Processes of cells.", self.executor.launcher.cells())
+
+    def pull_for_pool(self, request):
+        """``POST /execute``: a pool's way to the same. A proxy between may end a request that is silent."""
+        period = self.settings.heartbeat_seconds
+        if not period:
+            return self.pull(request)
+        body = BytesBody(read_body(request.body, "The manifest"))
+        whole = Request(request.method, request.path, request.query, request.headers, body)
+        work = Background(lambda: answered("POST /execute", lambda: self.pull(whole)))
+        return work.wait(period) or Streamed(200, heartbeat(work, period), HEARTBEAT_HEADERS)
 
     def cached(self, request):
         """``POST /v1/mount-cache/cached``: how much of each mount a server lists is here already."""
@@ -5784,11 +6240,60 @@ class Routes:
         return json_response(200, {"build_id": build_id, "cancelled": self.runs.cancel(build_id)})
 
 
-def read_json_object(body, what):
+def read_body(body, what):
     buffer = BoundedBuffer(MAX_METADATA, what)
     for data in iter(body.read, b""):
         buffer.write(data)
-    return parse_json_object(bytes(buffer.data), what)
+    return bytes(buffer.data)
+
+
+def read_json_object(body, what):
+    return parse_json_object(read_body(body, what), what)
+
+
+class BytesBody:
+    """A body that is here already."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def read(self):
+        data, self.data = self.data, b""
+        return data
+
+    def interrupt(self):
+        self.data = b""
+
+
+class Background:
+    """A response that a thread of its own makes; ``make`` raises nothing."""
+
+    def __init__(self, make):
+        self.make, self.response = make, None
+        self.thread = threading.Thread(target=self.run, name="strata-background", daemon=True)
+        try:
+            self.thread.start()
+        except RuntimeError:  # the system has no thread to give
+            raise Slots.full("The worker has no thread to spare") from None
+
+    def run(self):
+        self.response = self.make()
+
+    def wait(self, seconds):
+        """The response, or None while there is none after so many seconds."""
+        self.thread.join(seconds)
+        return self.response
+
+
+HEARTBEAT_HEADERS = [("Content-Type", "application/json"), ("X-Strata-Status-In-Body", "1")]
+
+
+def heartbeat(work, period):
+    """The body of an answer that starts before its status is known: spaces, which JSON ignores, then both."""
+    while work.wait(period) is None:
+        yield b" "
+    content = b"".join(work.response.body).decode()
+    yield json.dumps({"status_code": work.response.status, "content": content}).encode()
 
 
 def trace_context(headers):
@@ -6393,7 +6898,7 @@ class Relay:
 
     def reply(self, stream, response, bodiless=False):
         with contextlib.closing(response):
-            headers = [("Content-Length", str(response.length)), *response.headers]
+            headers = [*response.framing(), *response.headers]
             stream.tell("response", status=response.status, headers=headers)
             whole = bodiless or self.send_body(stream, response)
         self.leave(stream)  # before the relay hears of the end: then the number is free again
@@ -6409,7 +6914,7 @@ class Relay:
                 sent += len(data)
         except OSError as problem:
             log.warning("a relayed answer broke off: %s", problem)
-        return sent == response.length
+        return response.length in (None, sent)
 
 
 def dial_waits():
@@ -6478,7 +6983,10 @@ class Worker:
         stack.callback(self.runs.close)
         self.executor = Executor(self.settings, self.machine)
         stack.callback(self.executor.stop)
-        return Routes(self.settings, self.runs, self.executor, self.machine, Fetcher(self.settings))
+        jobs = Jobs(self.settings, self.runs) if self.settings.jobs else None
+        if jobs:
+            stack.callback(jobs.stop)
+        return Routes(self.settings, self.runs, self.executor, self.machine, Fetcher(self.settings), jobs)
 
     def serve(self, answer, listener):
         settings = self.settings
@@ -6518,13 +7026,14 @@ class Worker:
         return self.settings.drain_seconds
 
     def stop(self, drain_seconds=None):
-        """Refuse new requests, let cells finish for ``drain_seconds``, stop those that have not."""
-        self.server.stop_accepting()
+        """Refuse new runs, let cells finish for ``drain_seconds``, stop those that have not."""
+        self.runs.refuse_more()
+        if not self.settings.jobs:  # whose callers have yet to come back for what they did
+            self.server.stop_accepting()
         patience = self.settings.drain_seconds if drain_seconds is None else drain_seconds
-        if not self.runs.wait_idle(patience, self.hurry):
-            log.warning("stopping %d cells that are still running", len(self.runs.running))
-            self.runs.cancel_all()
-            self.runs.wait_idle(KILL_SECONDS, threading.Event())
+        if not self.runs.wait_until(self.runs.are_delivered, patience, self.hurry):
+            log.warning("stopping %d cells that are still running", self.runs.cancel_all())
+            self.runs.wait_until(self.runs.are_over, KILL_SECONDS)
         self.resources.close()
 
     def __enter__(self):
@@ -6557,7 +7066,7 @@ def wsgi_call(answer, environ, start_response):
     except Disconnected:
         response = error_response(bad_request("The request's body ends early"))
     status = "%d %s" % (response.status, reason(response.status) or "-")
-    start_response(status, [("Content-Length", str(response.length)), *response.headers])
+    start_response(status, [*response.framing(), *response.headers])
     return WSGIBody(response, environ["REQUEST_METHOD"] == "HEAD")
 
 
@@ -6645,9 +7154,10 @@ def parse_arguments(argv):
     )
     for field in dataclasses.fields(Settings):
         if field.metadata["flag"]:
-            parser.add_argument(
-                field.metadata["flag"], dest=field.name, metavar="X", help=field.metadata["doc"].replace("%", "%%")
-            )
+            is_switch = field.metadata["parse"] is switch
+            shape = {"action": "store_const", "const": "1"} if is_switch else {"metavar": "X"}
+            help = field.metadata["doc"].replace("%", "%%")
+            parser.add_argument(field.metadata["flag"], dest=field.name, help=help, **shape)
     return vars(parser.parse_args(argv))
 
 
@@ -6672,11 +7182,7 @@ def main(argv=None):
         worker = Worker(**given)
     except ValueError as problem:
         sys.exit("strata-worker: %s" % problem)
-    logging.basicConfig(
-        level=worker.settings.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(message)s",
-    )
+    set_up_log(worker.settings)
     hide_secrets(os.environ)
     warn_of_exposure(worker.settings)
     try:
@@ -6685,6 +7191,25 @@ def main(argv=None):
         sys.exit("strata-worker: %s" % problem)
     serve_until_signalled(worker)
     return 1 if worker.failure else 0
+
+
+class JSONFormatter(logging.Formatter):
+    """A record as one JSON object; a run's last line also has what it says as fields."""
+
+    def format(self, record):
+        when = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        fields = {"time": when.isoformat(timespec="milliseconds"), "level": record.levelname.lower()}
+        fields.update(message=record.getMessage(), **getattr(record, "known", {}))
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def set_up_log(settings):
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(JSONFormatter() if settings.log_format == "json" else text)
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
 
 
 def warn_of_exposure(settings):

@@ -107,7 +107,7 @@ class WorkerProcess:
 
     def find_url(self):
         assert self.process.poll() is None, self.log()
-        found = re.search(r"listening on (http://\S+)", self.log())
+        found = re.search(r"listening on (http://[\w.:\[\]]+)", self.log())
         return found and found.group(1)
 
     def log(self):
@@ -2413,6 +2413,291 @@ def test_only_a_last_component_ever_comes_out_of_a_file_name(name):
     assert (
         last not in ("", ".", "..") and "/" not in last and "\0" not in last and name.replace("\\", "/").endswith(last)
     )
+
+
+# ---------------------------------------------------------------------------------------
+# Jobs: executions whose callers come back, and answers that start before their end
+# ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def jobs_worker():
+    with WorkerProcess("--jobs", "--max-concurrent", "1", STRATA_WORKER_ALLOW_LOCAL_HOSTS="1") as client:
+        yield client
+
+
+def submit(client, source, build_id=None, **params):
+    """Push a cell as a job; its URL."""
+    answer = client.execute(source, build_id=build_id, **params)
+    assert answer.status == 202, answer.body
+    return answer.json["job_url"]
+
+
+def poll(client, url):
+    return client.request("GET", url)
+
+
+def result_of(client, url):
+    """What the job answers once it neither waits nor runs."""
+
+    def ended():
+        answer = poll(client, url)
+        is_json = answer.headers["Content-Type"] == "application/json"
+        assert answer.status == 200, answer.body
+        return (not is_json or answer.json["state"] in ("finished", "failed")) and answer
+
+    return eventually(ended, "the job ends", 30)
+
+
+def wait_for(path):
+    return "import os, time\nwhile not os.path.exists(%r): time.sleep(0.01)\n" % str(path)
+
+
+def test_a_job_is_accepted_and_its_url_answers_the_bundle(jobs_worker):
+    url = submit(jobs_worker, "print('hello')\ny = x + 1", inputs=[("x", "json/object", b"41")])
+    answer = result_of(jobs_worker, url)
+    assert answer.headers["Content-Type"] == "application/x-tar"
+    assert answer.headers["X-Strata-Executor-Protocol"] == "v1"
+    assert answer.headers["X-Strata-Notebook-Executor-Protocol"] == "notebook-cell-v1"
+    assert answer.bundle.json("y") == 42 and answer.bundle.stdout == "hello\n"
+    assert poll(jobs_worker, url).body == answer.body  # whose first answer may have been lost on the way
+
+
+def test_a_full_worker_queues_jobs_and_says_where_each_stands(jobs_worker, tmp_path):
+    first = submit(jobs_worker, wait_for(tmp_path / "go") + "x = 1")
+    eventually(lambda: poll(jobs_worker, first).json["state"] == "running", "the first runs")
+    others = [submit(jobs_worker, "x = %d" % number) for number in (2, 3)]
+    assert [poll(jobs_worker, url).json for url in others] == [
+        {"state": "queued", "position": 1, "detail": "Next for a slot on this worker."},
+        {"state": "queued", "position": 2, "detail": "Behind 1 cell for a slot on this worker."},
+    ]
+    assert jobs_worker.health()["active_executions"] == 1
+    (tmp_path / "go").touch()
+    assert [result_of(jobs_worker, url).bundle.json("x") for url in (first, *others)] == [1, 2, 3]
+
+
+def test_a_queued_job_is_not_overtaken_by_a_caller_who_would_not_wait(jobs_worker, tmp_path):
+    first = submit(jobs_worker, wait_for(tmp_path / "go"))
+    second = submit(jobs_worker, "x = 2")
+    metadata = {"protocol_version": "notebook-cell-v1", "source": "x = 3", "inputs": {}}
+    assert jobs_worker.form("/v1/notebook-execute", metadata).status == 503
+    (tmp_path / "go").touch()
+    assert result_of(jobs_worker, second).bundle.json("x") == 2
+    result_of(jobs_worker, first)
+    assert jobs_worker.form("/v1/notebook-execute", metadata).bundle.json("x") == 3
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_a_cancelled_job_has_failed_and_leaves_nothing(jobs_worker, tmp_path, is_queued):
+    urls = [submit(jobs_worker, wait_for(tmp_path / "go"), build_id=name) for name in ("ahead", "behind")]
+    eventually(lambda: poll(jobs_worker, urls[0]).json["state"] == "running", "the first runs")
+    assert jobs_worker.cancel("behind" if is_queued else "ahead")["cancelled"]
+    told = result_of(jobs_worker, urls[is_queued]).json
+    assert told == {
+        "state": "failed",
+        "status_code": 409 if is_queued else 500,
+        "error": "the execution was cancelled",
+    }
+    assert not jobs_worker.cancel("behind" if is_queued else "ahead")["cancelled"]
+    (tmp_path / "go").touch()
+    assert result_of(jobs_worker, urls[not is_queued]).bundle.manifest["success"]
+    eventually(lambda: jobs_worker.health()["active_executions"] == 0, "its slot is free")
+
+
+def test_a_job_that_times_out_has_failed_with_408(jobs_worker):
+    told = result_of(jobs_worker, submit(jobs_worker, "import time; time.sleep(60)", timeout_seconds=0.3)).json
+    assert (told["state"], told["status_code"]) == ("failed", 408) and "0.3" in told["error"]
+
+
+def test_a_job_whose_cell_raises_answers_its_bundle(jobs_worker):
+    bundle = result_of(jobs_worker, submit(jobs_worker, "1 / 0")).bundle
+    assert not bundle.manifest["success"] and "ZeroDivisionError" in bundle.manifest["error"]
+
+
+def test_a_pulled_job_finishes_with_what_a_synchronous_worker_had_answered(jobs_worker, peer):
+    answer = jobs_worker.manifest(peer.manifest("y = x + z", [("x", "json/object", b"40"), ("z", "json/object", b"2")]))
+    assert answer.status == 202
+    told = result_of(jobs_worker, answer.json["job_url"]).json
+    assert (told["state"], told["status_code"]) == ("finished", 200)
+    assert told["result"]["success"] and told["result"]["build_id"] == "pulled"
+    assert told["result"]["finalize"] == {"done": True} and peer.bundle().json("y") == 42
+
+
+def test_a_pulled_job_that_fails_says_with_which_status(jobs_worker, peer):
+    manifest = peer.manifest("y = x", [("x", "json/object", b"40")])
+    peer.blobs.clear()
+    told = result_of(jobs_worker, jobs_worker.manifest(manifest).json["job_url"]).json
+    assert (told["state"], told["status_code"]) == ("failed", 502) and "'x'" in told["error"]
+
+
+def test_bad_input_is_refused_at_once_and_is_no_job(jobs_worker):
+    assert jobs_worker.execute("x = 1", inputs=[], timeout_seconds=-1).status == 400
+    assert jobs_worker.form("/v1/execute", {"protocol_version": "v2"}).status == 400
+    metrics = jobs_worker.request("GET", "/metrics").body.decode()
+    assert "strata_worker_queued 0\n" in metrics
+
+
+def test_an_unknown_job_is_404(jobs_worker, worker):
+    assert poll(jobs_worker, "/v1/jobs/nothing").status == 404
+    assert poll(worker, "/v1/jobs/nothing").status == 404
+
+
+def test_jobs_are_bounded_in_number():
+    with WorkerProcess("--jobs", STRATA_WORKER_MAX_JOBS="1") as client:
+        submit(client, "x = 1")
+        answer = client.execute("x = 2")
+        assert answer.status == 503 and answer.headers["Retry-After"] and "MAX_JOBS" in answer.json["detail"]
+
+
+def test_jobs_are_bounded_in_time(tmp_path):
+    flags = ("--jobs", "--max-concurrent", "1")
+    with WorkerProcess(*flags, STRATA_WORKER_JOB_SECONDS="0.5", STRATA_WORKER_RUN_ROOT=str(tmp_path)) as client:
+        first, second = submit(client, wait_for(tmp_path / "go")), submit(client, "x = 2")
+        told = result_of(client, second).json
+        assert (told["state"], told["status_code"]) == ("failed", 503)
+        (tmp_path / "go").touch()
+        eventually(lambda: poll(client, first).status == 404, "the result is too old")
+        assert not list(tmp_path.glob("strata-worker-*/run-*"))
+
+
+def test_jobs_are_behind_the_token():
+    with WorkerProcess("--jobs", "--host", "127.0.0.1", STRATA_WORKER_TOKEN="t0ken") as client:
+        client.token = "t0ken"
+        url = submit(client, "x = 1")
+        result_of(client, url)
+        client.token = None
+        assert poll(client, url).status == 401
+
+
+def test_a_stopping_worker_takes_no_job_but_tells_of_those_it_has(tmp_path):
+    worker = WorkerProcess("--jobs", STRATA_WORKER_DRAIN_SECONDS="30")
+    with worker as client:
+        url = submit(client, wait_for(tmp_path / "go") + "x = 1")
+        worker.process.send_signal(signal.SIGTERM)
+        eventually(lambda: "stopping" in worker.log(), "the drain begins")
+        refused = client.execute("x = 2")
+        assert refused.status == 503 and "stopping" in refused.json["detail"]
+        (tmp_path / "go").touch()
+        assert result_of(client, url).bundle.json("x") == 1
+        assert worker.process.wait(10) == 0
+
+
+def test_a_worker_is_not_idle_while_a_job_waits_to_be_fetched(tmp_path):
+    worker = WorkerProcess("--jobs", "--exit-when-idle", "0.5")
+    with worker as client:
+        url = submit(client, "import time; time.sleep(0.7); x = 1")
+        eventually(lambda: ": ok, staging" in worker.log(), "the cell is done")
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.process.wait(1)
+        assert result_of(client, url).bundle.json("x") == 1
+        assert worker.process.wait(10) == 0
+
+
+def test_hints_are_for_dispatchers(jobs_worker, worker):
+    hint = json.dumps({"worker": "gpu", "notebook_id": "n", "reason": "focus"}).encode()
+    assert jobs_worker.request("POST", "/v1/hints", hint).status == 202
+    assert jobs_worker.request("POST", "/v1/hints", b"[]").status == 400
+    assert worker.request("POST", "/v1/hints", hint).status == 404
+
+
+@pytest.fixture(scope="module")
+def beating_worker():
+    env = {"STRATA_WORKER_ALLOW_LOCAL_HOSTS": "1", "STRATA_WORKER_HEARTBEAT_SECONDS": "0.2"}
+    with WorkerProcess("--max-concurrent", "1", **env) as client:
+        yield client
+
+
+def test_a_slow_execute_answers_at_once_and_tells_its_status_in_the_body(beating_worker, peer):
+    answer = beating_worker.manifest(peer.manifest("import time; time.sleep(1); x = 1"), "/execute")
+    assert answer.status == 200 and answer.headers["X-Strata-Status-In-Body"] == "1"
+    assert re.fullmatch(rb" {2,5}\{.*", answer.body)
+    told = json.loads(answer.body)
+    assert told["status_code"] == 200 and json.loads(told["content"])["build_id"] == "pulled"
+    assert peer.bundle().json("x") == 1
+
+
+def test_a_slow_execute_that_fails_tells_that_in_the_body(beating_worker, peer):
+    answer = beating_worker.manifest(peer.manifest("import time; time.sleep(60)", timeout_seconds=0.5), "/execute")
+    told = json.loads(answer.body)
+    assert answer.status == 200 and told["status_code"] == 408 and "timeout" in json.loads(told["content"])["error"]
+
+
+def test_an_http_1_0_proxy_gets_heartbeats_to_the_end_of_the_connection(beating_worker, peer):
+    body = json.dumps(peer.manifest("import time; time.sleep(0.5)")).encode()
+    answer = beating_worker.exchange(b"POST /execute HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower() and json.loads(content)["status_code"] == 200
+
+
+def test_a_quick_execute_and_a_refusal_keep_their_own_status(beating_worker, peer, tmp_path):
+    quick = beating_worker.manifest(peer.manifest("x = 1"), "/execute")
+    bad = beating_worker.request("POST", "/execute", b"{}")
+    with in_background(lambda: beating_worker.execute(wait_for(tmp_path / "go"))) as slow:
+        eventually(lambda: beating_worker.health()["active_executions"], "the cell runs")
+        full = beating_worker.manifest(peer.manifest("x = 1"), "/execute")
+        (tmp_path / "go").touch()
+        assert slow().status == 200
+    assert (bad.status, full.status) == (400, 503)
+    # A busy machine may make a "quick" cell slow; then it has to say so.
+    assert quick.status == 200 and ("X-Strata-Status-In-Body" in quick.headers) == (b"status_code" in quick.body)
+
+
+# ---------------------------------------------------------------------------------------
+# Operators: metrics and logs
+# ---------------------------------------------------------------------------------------
+
+
+def samples_of(client):
+    """/metrics as {sample: value}; every line is a comment or a sample, as Prometheus reads them."""
+    answer = client.request("GET", "/metrics")
+    assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    lines = answer.body.decode().splitlines()
+    sample = re.compile(r'([a-z_]+(?:\{[a-z]+="[^"]*"(?:,[a-z]+="[^"]*")*\})?) (-?[0-9.]+)')
+    found = [sample.fullmatch(line) for line in lines if not line.startswith("# ")]
+    assert all(found), lines
+    return {match[1]: float(match[2]) for match in found}
+
+
+def test_metrics_count_runs_by_outcome_and_seconds_by_phase(tmp_path):
+    with WorkerProcess("--max-concurrent", "2") as client:
+        before = samples_of(client)
+        client.run("x = 1")
+        client.execute("1 / 0")
+        client.execute("import time; time.sleep(60)", timeout_seconds=0.2)
+        client.execute("import os; os.abort()")
+        client.execute("x", inputs=[], timeout_seconds="no")
+        after = samples_of(client)
+        client.request("GET", "/nowhere")
+        assert samples_of(client)['strata_worker_responses_total{status="404"}'] == 1
+    runs = {name: after['strata_worker_runs_total{outcome="%s"}' % name] for name in strata_worker.Tally.OUTCOMES}
+    assert runs == {"ok": 1, "raised": 1, "timeout": 1, "failed": 2, "cancelled": 0}
+    assert before['strata_worker_runs_total{outcome="ok"}'] == 0
+    assert after['strata_worker_run_phase_seconds_count{phase="running"}'] == 5
+    assert after['strata_worker_run_phase_seconds_bucket{phase="running",le="+Inf"}'] == 5
+    assert 0.2 <= after['strata_worker_run_phase_seconds_sum{phase="running"}'] < 60
+    assert after['strata_worker_run_bytes_total{direction="out"}'] > 0
+    assert (after["strata_worker_slots"], after["strata_worker_slots_in_use"]) == (2, 0)
+    assert after["strata_worker_fork_servers"] >= 1 and after["strata_worker_cells"] == 0
+    assert after["strata_worker_environments"] >= 0
+
+
+def test_metrics_are_behind_the_token():
+    with WorkerProcess("--host", "127.0.0.1", STRATA_WORKER_TOKEN="t0ken") as client:
+        assert client.request("GET", "/metrics").status == 401
+        client.token = "t0ken"
+        assert samples_of(client)['strata_worker_responses_total{status="401"}'] == 1
+
+
+def test_a_json_log_is_one_object_a_line_and_a_run_has_fields():
+    worker = WorkerProcess("--log-format", "json")
+    with worker as client:
+        client.execute('raise ValueError("two\\nlines")', build_id="b-1")
+        eventually(lambda: "b-1" in worker.log(), "the run is logged")
+    lines = [json.loads(line) for line in worker.log().splitlines()]
+    run = next(line for line in lines if "outcome" in line)
+    assert (run["level"], run["build_id"], run["outcome"]) == ("info", "b-1", "raised")
+    assert run["running_seconds"] >= 0 and run["bytes_out"] > 0 and "two" in run["reason"]
+    assert all({"time", "level", "message"} <= set(line) for line in lines)
 
 
 # ---------------------------------------------------------------------------------------
