@@ -869,6 +869,11 @@ TABLE_MAKERS = {
 }
 
 
+def read_table(path: str):
+    """A Core transform's input: the pyarrow Table itself, whatever it was made of."""
+    return Stream(path).table
+
+
 def read_arrow(path: str):
     with open(path, "rb") as file:
         if file.read(1) == b"{":
@@ -1368,6 +1373,7 @@ def read_path(path: str):
 
 READERS = {
     "arrow/ipc": read_arrow,
+    "arrow_ipc_stream": read_table,
     "json/object": read_json,
     "pickle/object": read_pickle,
     "text/markdown": read_text,
@@ -1941,6 +1947,7 @@ class Manifest:
             name: (table.get("uri"), table.get("snapshot_id"))
             for name, table in (data.get("tables") or {}).items()
         }
+        self.transform = data.get("transform")
         folders = {**(data.get("mounts") or {}), **(data.get("output_dirs") or {})}
         self.folders = {name: self.inside(path) for name, path in folders.items()}
 
@@ -2047,12 +2054,15 @@ class Run:
         except BaseException as error:
             return self.failed(error)
         try:
-            value = run_source(self.manifest.source, namespace)
+            value = self.run(namespace)
             self.settle(namespace)
         except BaseException as error:
             self.settle(namespace)
             return self.failed(error)
         return self.succeeded(value, namespace, before, prints)
+
+    def run(self, namespace: dict):
+        return run_source(self.manifest.source, namespace)
 
     def prepare(self) -> tuple:
         """`(namespace, what it held before the cell, fingerprints of inputs)`."""
@@ -2133,6 +2143,67 @@ class Run:
         )
 
 
+class Transform(Run):
+    """A Core transform: tables in, one table out, as a script or as a function of a module."""
+
+    def run(self, namespace: dict):
+        function, params = self.manifest.transform["function"], self.manifest.transform["params"]
+        if function is not None:
+            tables = {name: namespace[name] for name in self.manifest.inputs}
+            return self.function(function)(tables, params)
+        namespace["params"] = params
+        super().run(namespace)
+        if "output" not in namespace:
+            raise NameError("the script leaves no table in `output`")
+        return namespace["output"]
+
+    def function(self, path: str):
+        """The function `module:name`; the module may lie where the worker was started."""
+        import importlib
+
+        sys.path.insert(0, self.manifest.transform["folder"])
+        module, _, names = path.partition(":")
+        found = importlib.import_module(module)
+        for name in names.split("."):
+            found = getattr(found, name)
+        return found
+
+    def succeeded(self, value, *rest) -> dict:
+        try:
+            reader = batches_of(value)
+            encoded = Encoded("arrow/ipc", lambda file: write_batches(reader, file), {})
+            return report(variables={"output": self.outputs.store("output", encoded)})
+        except FolderError:
+            raise
+        except BaseException as error:
+            return self.failed(error)
+
+
+def batches_of(value):
+    """A pyarrow.RecordBatchReader of what a transform gives back."""
+    if is_kind(type(value), "pyarrow", "RecordBatchReader"):
+        return value
+    if type(value) is dict:
+        import pyarrow
+
+        value = pyarrow.table(value)
+    convert = arrow_converter(type(value))
+    table = convert(value) if convert else None
+    metadata = dict(table.schema.metadata) if table is not None else {}
+    if metadata.pop(SHAPE, None) != b"table":
+        raise TypeError(f"a transform gives back a table, not a value of type {type(value).__name__}")
+    kept = {key: item for key, item in metadata.items() if not key.startswith(b"strata.arrow.")}
+    return table.replace_schema_metadata(kept or None).to_reader()
+
+
+def write_batches(reader, file) -> None:
+    import pyarrow
+
+    with pyarrow.ipc.new_stream(file, reader.schema) as writer:
+        for batch in reader:
+            writer.write_batch(batch)
+
+
 # A cell may have raised the limit so far that to pickle a deep value overflows the C stack.
 MAX_RECURSION = 5000
 
@@ -2195,7 +2266,8 @@ def run_cell(manifest_path: str) -> int:
         complain(text_of(error))
         return 2
     try:
-        write_result(manifest.folder, Run(manifest).result())
+        kind = Run if manifest.transform is None else Transform
+        write_result(manifest.folder, kind(manifest).result())
         return 0
     except FolderError as error:
         complain(text_of(error))

@@ -60,6 +60,7 @@ import hashlib
 import hmac
 import http
 import http.client
+import importlib.machinery
 import importlib.util
 import ipaddress
 import itertools
@@ -115,6 +116,8 @@ log = logging.getLogger("strata_worker")
 PROTOCOL = "v1"
 NOTEBOOK_PROTOCOL = "notebook-cell-v1"
 TRANSFORM_REF = "notebook_cell@v1"
+PYTHON_SCRIPT = "python_script@v1"  # the Core transform that needs no code of the operator's
+CORE_FORMAT = "arrow_ipc_stream"  # of a Core transform's inputs
 MANIFEST_FORMAT = "notebook-build-manifest@v1"
 BUNDLE_FORMAT = "notebook-output-bundle@v1"
 
@@ -234,6 +237,15 @@ def credential_table(text):
     return table
 
 
+def transform_table(text):
+    """``ref=module:function,…`` as pairs."""
+    pairs = [tuple(part.strip().split("=", 1)) for part in text.split(",") if part.strip()]
+    for pair in pairs:
+        if len(pair) != 2 or not re.fullmatch(r"[\w.]+:[\w.]+", pair[1]) or pair[0] in ("", TRANSFORM_REF):
+            raise ValueError("%r must be REF=MODULE:FUNCTION, such as pandas_script@v1=mymodule:run" % "=".join(pair))
+    return tuple(pairs)
+
+
 def scheme_table(text):
     """``{scheme: name}`` from JSON, by the schemes' first names."""
     table = json.loads(text)
@@ -334,6 +346,19 @@ class Settings:
         seconds,
         600.0,
         "how long a job waits for a slot, and how long its result waits to be fetched",
+    )
+    transforms: tuple = setting(
+        "STRATA_WORKER_TRANSFORMS",
+        transform_table,
+        (),
+        "Core transforms to serve, as REF=MODULE:FUNCTION; the flag may be given again and again",
+        "--transform",
+    )
+    transform_seconds: float = setting(
+        "STRATA_WORKER_TRANSFORM_SECONDS",
+        seconds,
+        300.0,
+        "how long a Core transform may take",
     )
     log_level: str = setting(
         "STRATA_WORKER_LOG_LEVEL",
@@ -594,6 +619,23 @@ class WorkerError(Exception):
 
 def bad_request(message):
     return WorkerError(400, message)
+
+
+class TransformError(WorkerError):
+    """What a Core transform's request ends in, with Core's own body (page: "Core transform executors")."""
+
+    CODES = {400: "INVALID_REQUEST", 408: "TIMEOUT", 409: "CANCELLED", 502: "TRANSFER_FAILED", 503: "BUSY"}
+
+    def __init__(self, status, message, code=None, headers=()):
+        super().__init__(status, message, headers=headers)
+        self.code = code or self.CODES.get(status, "EXECUTION_FAILED")
+
+    def body(self):
+        return {"success": False, "error_code": self.code, "error_message": self.message}
+
+
+class TransformRaised(TransformError):
+    """The transform's own code did."""
 
 
 class EnvironmentFailure(Exception):
@@ -986,6 +1028,15 @@ class Cell:
     environment: dict = None
 
 
+@dataclasses.dataclass
+class Transform(Cell):
+    """A Core transform (page: "Core transform executors"): tables in, one table out."""
+
+    ref: str = None
+    params: dict = None
+    function: str = None  # module:function; without it, params["source"] is run
+
+
 def parse_json_object(data, what):
     try:
         value = json.loads(data)
@@ -1009,11 +1060,18 @@ def optional(kind, mapping, key, what=None):
     return kind() if value is None else expect(kind, value, what or key)
 
 
-def parse_execute(metadata):
-    """The envelope of ``POST /v1/execute`` (page: "push model")."""
+def parse_execute(transforms, metadata):
+    """The envelope of ``POST /v1/execute`` (page: "push model"), a cell's or a Core transform's.
+
+    ``transforms`` are the functions of the transforms that are served, by ref.
+    """
     check_version("protocol_version", metadata.get("protocol_version"), PROTOCOL)
     transform = optional(dict, metadata, "transform")
-    check_version("transform.ref", transform.get("ref"), TRANSFORM_REF)
+    ref = known_ref("transform.ref", transform.get("ref"), transforms)
+    if ref != TRANSFORM_REF:
+        parsed = parse_transform(ref, transforms[ref], transform.get("params"), metadata.get("build_id"))
+        parsed.inputs = [parse_core_input(entry) for entry in optional(list, metadata, "inputs")]
+        return unambiguous(parsed)
     cell = parse_cell(optional(dict, transform, "params", "transform.params"), metadata.get("build_id"))
     cell.inputs = [parse_descriptor(entry) for entry in optional(list, metadata, "inputs")]
     return unambiguous(cell)
@@ -1028,6 +1086,43 @@ def parse_notebook_execute(metadata):
         for name, spec in optional(dict, metadata, "inputs").items()
     ]
     return cell
+
+
+def known_ref(what, ref, transforms):
+    """The ref without the scheme that Core lets a caller put before it; 400 for one that is not served."""
+    plain = ref.rpartition("://")[2] if isinstance(ref, str) else None
+    if plain == TRANSFORM_REF or plain in transforms:
+        return plain
+    known = ", ".join([TRANSFORM_REF, *transforms])
+    raise bad_request("Unsupported %s %s: this worker serves %s" % (what, json.dumps(ref)[:100], known))
+
+
+def parse_transform(ref, function, params, build_id):
+    """What both of Core's envelopes say alike; TransformError 400."""
+    with core_errors(True):
+        params = expect(dict, {} if params is None else params, "params")
+        source = "" if function else expect(str, params.get("source"), "params.source")
+        build_id = optional(str, {"build_id": build_id}, "build_id") or None
+    return Transform(source=source, build_id=build_id, ref=ref, params=params, function=function)
+
+
+def parse_core_input(entry):
+    with core_errors(True):
+        spec = parse_descriptor(entry)
+        if spec.content_type != CORE_FORMAT or not spec.name.isidentifier():
+            raise bad_request("input %r must be a name and %s, not %r" % (spec.name, CORE_FORMAT, spec.content_type))
+        return spec
+
+
+@contextlib.contextmanager
+def core_errors(active):
+    """Let a request that is Core's end in Core's own errors."""
+    try:
+        yield
+    except WorkerError as error:
+        if not active or isinstance(error, TransformError):
+            raise
+        raise TransformError(error.status, error.message, headers=error.headers) from None
 
 
 @dataclasses.dataclass
@@ -1057,24 +1152,29 @@ class Manifest:
             yield "output_file_url", self.output_file_url
 
 
-def parse_manifest(manifest):
-    """The body of ``POST /v1/execute-manifest`` (page: "pull model")."""
+def parse_manifest(transforms, manifest):
+    """The body of ``POST /v1/execute-manifest`` (page: "pull model"), a cell's or a Core transform's."""
     metadata = optional(dict, manifest, "metadata")
-    check_version("executor_ref", metadata.get("executor_ref"), TRANSFORM_REF)
-    params = optional(dict, metadata, "params", "metadata.params")
-    cell = parse_cell(params, manifest.get("build_id") or metadata.get("build_id"))
-    urls = dict(parse_signed(entry) for entry in optional(list, manifest, "inputs"))
-    cell.inputs = [
-        parse_pulled(name, expect(dict, spec, "input %r" % name), urls)
-        for name, spec in optional(dict, params, "input_specs").items()
-    ]
+    ref = known_ref("executor_ref", metadata.get("executor_ref"), transforms)
+    build_id = manifest.get("build_id") or metadata.get("build_id")
+    signed = [parse_signed(entry) for entry in optional(list, manifest, "inputs")]
+    if ref == TRANSFORM_REF:
+        params = optional(dict, metadata, "params", "metadata.params")
+        cell = parse_cell(params, build_id)
+        cell.inputs = parse_all_pulled(params, dict(signed))
+    else:
+        cell = parse_transform(ref, transforms[ref], metadata.get("params"), build_id)
+        cell.inputs = [
+            InputSpec("input%d" % number, CORE_FORMAT, "input%d" % number, uri)
+            for number, (uri, _) in enumerate(signed)
+        ]
     output = optional(dict, manifest, "output")
     max_bytes = output.get("max_bytes")
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
         raise bad_request("output.max_bytes must be a whole number, not %s" % json.dumps(max_bytes)[:100])
     return Manifest(
         cell=cell,
-        urls=urls,
+        urls=dict(signed),
         output_url=expect(str, output.get("url"), "output.url"),
         finalize_url=expect(str, manifest.get("finalize_url"), "finalize_url"),
         max_bytes=max_bytes,
@@ -1096,6 +1196,13 @@ def parse_signed(entry):
     return "strata://artifact/%s@v=%d" % (artifact, version), expect(
         str, entry.get("url"), "the url of input %r" % artifact
     )
+
+
+def parse_all_pulled(params, urls):
+    return [
+        parse_pulled(name, expect(dict, spec, "input %r" % name), urls)
+        for name, spec in optional(dict, params, "input_specs").items()
+    ]
 
 
 def parse_pulled(name, spec, urls):
@@ -4975,6 +5082,9 @@ def check_listing(listing):
 class Bundle:
     """An uncompressed tar (page: "Output bundle"): headers in memory, bodies from their files."""
 
+    content_type, file_name = "application/x-tar", "bundle.tar"
+    finalize = {"output_format": BUNDLE_FORMAT}
+
     def __init__(self):
         self.pieces = []
 
@@ -4993,7 +5103,25 @@ class Bundle:
         return body_size(self.pieces)
 
     def response(self):
-        return Response(200, self.pieces, [("Content-Type", "application/x-tar"), *PROTOCOL_HEADERS])
+        return Response(200, self.pieces, [("Content-Type", self.content_type), *PROTOCOL_HEADERS])
+
+
+class TableOutput:
+    """What a Core transform gives back instead of a Bundle: one Arrow IPC stream, and its console."""
+
+    content_type, file_name = "application/vnd.apache.arrow.stream", "output.arrow"
+    finalize = {}
+    LOGS = 16 * 1024  # bytes; a header's size is limited, so the end of the console is sent
+
+    def __init__(self, file, console):
+        self.pieces, self.size = [file], file.size
+        self.logs = "\n".join(filter(None, (console.tail(stream, self.LOGS // 2) for stream in Console.STREAMS)))
+
+    def response(self):
+        headers = [("Content-Type", self.content_type), PROTOCOL_HEADERS[0]]
+        if self.logs:
+            headers.append(("X-Strata-Logs", base64.b64encode(self.logs.encode()).decode()))
+        return Response(200, self.pieces, headers)
 
 
 def read_result(path):
@@ -5418,6 +5546,7 @@ def outcome_of(problem):
     """How a run ended that raised this: a word to count, and what the log says beside it."""
     if isinstance(problem, WorkerError):
         word = "timeout" if problem.status == 408 and problem.failed else "failed"
+        word = "raised" if isinstance(problem, TransformRaised) else word
         return word, "%d: %s" % (problem.status, problem.message.partition("\n")[0])
     return "failed", "%s: %s" % (type(problem).__name__, problem)
 
@@ -5616,6 +5745,7 @@ class Executor:
         self.launcher = Launcher(settings, self.env)
         self.environments = Environments(settings, machine, self.launcher)
         self.keeper = ConsoleKeeper()
+        self.folder = os.getcwd()  # where the modules of transforms may lie
 
     def environment(self, run, cell):
         """A context that gives a Lease on the cell's locked environment, None when it has none."""
@@ -5646,6 +5776,8 @@ class Executor:
                     code = self.supervise(run, cell, launch, console, lease)
             result = self.result(run, code, console)
             run.outcome, run.reason = ("ok", None) if result["success"] else ("raised", "%.200s" % result.get("error"))
+            if isinstance(cell, Transform):
+                return table_of(result, run.folder / "outputs", console)
             if result["success"]:
                 run.mounts.sync(console)
             said, members = folders.collect(console)
@@ -5664,6 +5796,7 @@ class Executor:
                     "tables": cell.tables,
                     "mounts": run.mounts.stage(),
                     "output_dirs": folders.told(),
+                    "transform": self.told_of(cell),
                 }
             )
         )
@@ -5674,6 +5807,12 @@ class Executor:
         return Launch(
             None, str(manifest), str(run.folder / "work"), env, list(console.fds.values()), self.settings.cell_memory_mb
         )
+
+    def told_of(self, cell):
+        """The harness's ``transform``: None for an ordinary cell."""
+        if isinstance(cell, Transform):
+            return {"function": cell.function, "params": cell.params, "folder": self.folder}
+        return None
 
     def start(self, cell, launch, lease):
         if cell.language == "python":
@@ -5715,6 +5854,19 @@ class Executor:
         self.keeper.stop()
 
 
+def table_of(result, outputs, console):
+    """The TableOutput of a finished Core transform; TransformError when it raised."""
+    if not result["success"]:
+        where = (result.get("traceback") or "").rstrip().rpartition("\n")[0]
+        code = str(result["error"]).partition(":")[0]
+        raise TransformRaised(500, "%s\n%s" % (result["error"], where), code)
+    try:
+        file = OutputFiles(outputs).slice(result["variables"]["output"]["file"])
+    except (LookupError, TypeError, ValueError, OSError) as problem:
+        raise TransformError(500, "the transform's output is not there: %s" % problem) from None
+    return TableOutput(file, console)
+
+
 class Pull:
     """The pull model's way of one run: download, execute, upload, finalize."""
 
@@ -5727,7 +5879,6 @@ class Pull:
         """The body of the 200 answer."""
         for what, url in self.manifest.all_urls():
             self.fetcher.judge(url, what)
-        self.run.mounts = Mounts(self.settings, self.run, self.manifest.cell.mounts)
         inputs = self.stage()
         try:
             bundle = self.executor.execute(self.run, self.manifest.cell, inputs, self.go_live)
@@ -5786,7 +5937,7 @@ class Pull:
             raise WorkerError(502, "Downloading %s failed: its URL answered %d" % (what, answer.status))
 
     def publish(self, halt, bundle):
-        """Upload the bundle and finalize; what finalize answered."""
+        """Upload the output and finalize; what finalize answered."""
         if self.live is not None:
             self.live.end()
         limit = self.manifest.max_bytes
@@ -5796,7 +5947,7 @@ class Pull:
             )
         self.send(halt, "Uploading the output bundle", *self.upload(bundle))
         self.run.bytes_out = bundle.size
-        body = json.dumps({"output_format": BUNDLE_FORMAT}).encode()
+        body = json.dumps(bundle.finalize).encode()
         answer = self.send(
             halt,
             "Finalizing the build",
@@ -5812,13 +5963,13 @@ class Pull:
 
     def upload(self, bundle):
         """Method, URL, headers and body of the upload, in whichever way the store takes it."""
-        url, tar = self.manifest.output_url, {"Content-Type": "application/x-tar"}
+        url, kind = self.manifest.output_url, {"Content-Type": bundle.content_type}
         if self.manifest.fields is not None:
-            content_type, body = presigned_form(self.manifest.fields, bundle.pieces)
+            content_type, body = presigned_form(self.manifest.fields, bundle)
             return "POST", url, {"Content-Type": content_type}, body
         if self.manifest.put:
-            return "PUT", url, {**tar, **self.manifest.headers}, bundle.pieces
-        return "POST", url, tar, bundle.pieces
+            return "PUT", url, {**kind, **self.manifest.headers}, bundle.pieces
+        return "POST", url, kind, bundle.pieces
 
     def send(self, halt, what, *request):
         try:
@@ -5830,7 +5981,7 @@ class Pull:
         return answer
 
 
-def presigned_form(fields, file):
+def presigned_form(fields, bundle):
     """A presigned POST's Content-Type and body: every field in order, then the file.
 
     The stores read up to the file and ignore what follows, so it is last.
@@ -5840,12 +5991,13 @@ def presigned_form(fields, file):
         '--%s\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (boundary, quoted(name), value)
         for name, value in fields.items()
     )
-    head += (
-        '--%s\r\nContent-Disposition: form-data; name="file"; filename="bundle.tar"\r\n'
-        "Content-Type: application/x-tar\r\n\r\n" % boundary
+    head += '--%s\r\nContent-Disposition: form-data; name="file"; filename="%s"\r\nContent-Type: %s\r\n\r\n' % (
+        boundary,
+        bundle.file_name,
+        bundle.content_type,
     )
     tail = "\r\n--%s--\r\n" % boundary
-    return "multipart/form-data; boundary=" + boundary, [head.encode(), *file, tail.encode()]
+    return "multipart/form-data; boundary=" + boundary, [head.encode(), *bundle.pieces, tail.encode()]
 
 
 def quoted(name):
@@ -5915,6 +6067,14 @@ class Job:
         except RuntimeError:  # the system has no thread to give
             raise Slots.full("The worker has no thread to spare") from None
 
+    def wait(self, make):
+        """Run ``make`` in its turn, here: for a caller that cannot come back."""
+        self.run.enter("queued")
+        try:
+            return self.attempt(make)
+        finally:
+            self.jobs.runs.finish(self.run)
+
     def work(self, make):
         response = answered("job %s" % self.id, functools.partial(self.attempt, make))
         self.jobs.runs.finish(self.run)
@@ -5948,7 +6108,8 @@ class Job:
         status, content = self.response.status, json.loads(b"".join(self.response.body))
         if status == 200:
             return {"state": "finished", "status_code": status, "result": content}
-        return {"state": "failed", "status_code": status, "error": content.get("error") or content.get("detail")}
+        error = next(filter(None, map(content.get, ("error", "detail", "error_message"))), "")
+        return {"state": "failed", "status_code": status, "error": error}
 
 
 class Jobs:
@@ -6037,6 +6198,8 @@ class Routes:
         self.settings = settings
         self.runs = runs
         self.jobs = jobs  # where this worker takes them
+        self.transforms = {PYTHON_SCRIPT: None, **dict(settings.transforms)}
+        self.parse_execute = functools.partial(parse_execute, self.transforms)
         self.executor = executor
         self.machine = machine
         self.fetcher = fetcher
@@ -6044,7 +6207,7 @@ class Routes:
         self.table = [
             ("GET", r"/health", self.health),
             ("GET", r"/metrics", self.metrics),
-            ("POST", r"/v1/execute", self.push_job if jobs else functools.partial(self.push, parse_execute)),
+            ("POST", r"/v1/execute", self.push_job if jobs else functools.partial(self.push, self.parse_execute)),
             ("POST", r"/v1/notebook-execute", functools.partial(self.push, parse_notebook_execute)),
             ("POST", r"/v1/execute-manifest", self.pull_job if jobs else self.pull),
             ("POST", r"/execute", self.pull_for_pool),
@@ -6074,7 +6237,7 @@ class Routes:
             raise WorkerError(
                 405, "%s does not take %s" % (request.path, request.method), headers=[("Allow", ", ".join(allowed))]
             )
-        raise WorkerError(404, "There is nothing at %s" % request.path)
+        raise WorkerError(404, "There is nothing at %s; cells are posted to /v1/execute" % request.path[:200])
 
     def authorize(self, header):
         if self.settings.token is None:
@@ -6098,7 +6261,7 @@ class Routes:
                 "status": "healthy",
                 "capabilities": {
                     "protocol_versions": [PROTOCOL],
-                    "transform_refs": [TRANSFORM_REF],
+                    "transform_refs": [TRANSFORM_REF, *self.transforms],
                     "features": self.features(),
                 },
                 "version": __version__,
@@ -6135,7 +6298,7 @@ class Routes:
             run = stack.enter_context(self.runs.admitted())
             run.trace = trace_context(request.headers)
             stack.enter_context(execution_span(run.trace))
-            response = self.receive(run, parse, boundary, request.body)()
+            response = self.run_pushed(run, *self.receive(run, parse, boundary, request.body))
             response.close = stack.pop_all().close
             return response
 
@@ -6145,22 +6308,35 @@ class Routes:
         boundary = form_boundary(request.headers.get("content-type"))
         with self.jobs.opened() as job:
             job.run.trace = trace_context(request.headers)
-            job.start(self.receive(job.run, parse_execute, boundary, request.body))
-        return self.accepted(job)
+            cell, inputs = self.receive(job.run, self.parse_execute, boundary, request.body)
+            work = functools.partial(self.run_pushed, job.run, cell, inputs)
+            if not isinstance(cell, Transform):
+                job.start(work)
+                return self.accepted(job)
+            response = job.wait(work)  # Core does not poll
+        response.close = job.resources.close
+        return response
 
     def receive(self, run, parse, boundary, body):
-        """Stage a pushed cell; what runs it, and gives the Response."""
+        """Stage what is pushed: the Cell, and what the harness is told of its inputs."""
         folder = run.folder / "inputs"
         folder.mkdir()
         form = Form(folder, boundary).receive(body, run)
-        cell = parse(form.envelope())
+        cell = self.admit(run, parse(form.envelope()))
+        with core_errors(isinstance(cell, Transform)):
+            return cell, {spec.name: staged(run, spec, form.find(spec), form.find) for spec in cell.inputs}
+
+    def admit(self, run, cell):
+        """The cell is known: so is what the run is called and may take."""
         run.build_id = cell.build_id
         run.mounts = Mounts(self.settings, run, cell.mounts)
-        inputs = {spec.name: staged(run, spec, form.find(spec), form.find) for spec in cell.inputs}
-        return functools.partial(self.run_pushed, run, cell, inputs)
+        if isinstance(cell, Transform):
+            cell.timeout = self.settings.transform_seconds
+        return cell
 
     def run_pushed(self, run, cell, inputs):
-        response = self.executor.execute(run, cell, inputs).response()
+        with core_errors(isinstance(cell, Transform)):
+            response = self.executor.execute(run, cell, inputs).response()
         run.bytes_out = response.length
         return response
 
@@ -6181,11 +6357,14 @@ class Routes:
 
     def take_manifest(self, run, request):
         """Read a manifest; what runs it, and gives the Response."""
-        manifest = parse_manifest(read_json_object(request.body, "The manifest"))
-        run.build_id = manifest.cell.build_id
+        manifest = parse_manifest(self.transforms, read_json_object(request.body, "The manifest"))
         run.trace = trace_context(request.headers) or manifest.trace
-        pull = Pull(self.fetcher, self.executor, run, manifest)
-        return lambda: json_response(200, pull.run_it())
+        self.admit(run, manifest.cell)
+        return functools.partial(self.run_pulled, Pull(self.fetcher, self.executor, run, manifest))
+
+    def run_pulled(self, pull):
+        with core_errors(isinstance(pull.manifest.cell, Transform)):
+            return json_response(200, pull.run_it())
 
     @staticmethod
     def accepted(job):
@@ -6957,6 +7136,7 @@ class Worker:
     def start(self):
         for name in ("harness.py", "harness.R"):
             sibling(name)  # said at start, not by the first cell
+        self.check_transforms()
         with contextlib.ExitStack() as stack:
             # Before anything slow: a port that is taken is said at once.
             listener = None if self.settings.connect else self.listen(stack)
@@ -6966,6 +7146,13 @@ class Worker:
             stack.callback(self.server.stop)
             self.resources = stack.pop_all()
         return self
+
+    def check_transforms(self):
+        """A module that is not there is said at start; to import it is the cells' business."""
+        for ref, function in self.settings.transforms:
+            package = function.partition(":")[0].partition(".")[0]
+            if importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+                raise ValueError("--transform %s=%s: there is no module %s here" % (ref, function, package))
 
     def listen(self, stack):
         if self.settings.uds:
@@ -7155,7 +7342,9 @@ def parse_arguments(argv):
     for field in dataclasses.fields(Settings):
         if field.metadata["flag"]:
             is_switch = field.metadata["parse"] is switch
+            is_list = field.metadata["parse"] is transform_table
             shape = {"action": "store_const", "const": "1"} if is_switch else {"metavar": "X"}
+            shape.update({"action": "append"} if is_list else {})
             help = field.metadata["doc"].replace("%", "%%")
             parser.add_argument(field.metadata["flag"], dest=field.name, help=help, **shape)
     return vars(parser.parse_args(argv))

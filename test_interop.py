@@ -10,6 +10,8 @@ Stores           presigned URLs of S3, Azure and Google Cloud storage
 R                harness.R, run as the worker runs it
 Relay            the codec by itself, then a worker before relays on the websockets package
 Listening        the other ways in, each on a real worker
+Core             builds of a real server's POST /v1/materialize
+Jobs             a real server that polls
 """
 
 import base64
@@ -49,7 +51,17 @@ from websockets.protocol import Protocol, SERVER
 from websockets.sync.server import serve
 
 import strata_worker
-from test_worker import Bundle, Peer, WorkerProcess, eventually, mounted, need, processes_of, settings as settings_of
+from test_worker import (
+    Bundle,
+    Peer,
+    WorkerProcess,
+    eventually,
+    in_background,
+    mounted,
+    need,
+    processes_of,
+    settings as settings_of,
+)
 from strata_worker import (
     BINARY,
     CLOSE,
@@ -3550,3 +3562,138 @@ def test_a_package_that_no_repository_has_fails_the_cell_with_renvs_own_words_an
     )
     assert not list((r_worker.envs / "r").glob(block["key"] + "*/"))
     assert r_worker.execute(HELLO, language="r", environment=r_lock, timeout=120).bundle.json("said") == "from alphaone"
+
+
+# ---------------------------------------------------------------------------------------
+# Core: builds of a real server's POST /v1/materialize
+# ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["pushed", "pulled"])
+def core(request, strata, interop_worker, tmp_path_factory):
+    """A live server whose scripts run on this worker, and how a build gets there: the server pushes it, or
+    (its own runner asleep) the worker is handed the build's manifest."""
+    folder = tmp_path_factory.mktemp("core")
+    entry = '[[tool.strata.transforms.registry]]\nref = "python_script@*"\nexecutor_url = "%s"\n'
+    url = interop_worker.worker.url
+    (folder / "pyproject.toml").write_text("[tool.strata.transforms]\nenabled = true\n\n" + entry % url)
+    port = free_port()
+    env = {
+        **server_environment(strata),
+        "STRATA_PORT": str(port),
+        "STRATA_HOST": "127.0.0.1",
+        "STRATA_CACHE_DIR": str(folder / "cache"),
+        "STRATA_ARTIFACT_DIR": str(folder / "artifacts"),
+        "STRATA_BUILD_RUNNER_POLL_INTERVAL_MS": "50" if request.param == "pushed" else "86400000",
+    }
+    command = [strata / "bin" / "strata-notebook", "--notebook-dir", folder]
+    with serving(command, "http://127.0.0.1:%d/health" % port, env=env, cwd=folder):
+        yield Core("http://127.0.0.1:%d" % port, interop_worker if request.param == "pulled" else None)
+
+
+class Core:
+    def __init__(self, url, worker):
+        self.url, self.worker = url, worker
+
+    def call(self, method, path, content=None):
+        body = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.read()
+
+    def put(self, data, number):
+        spec = {"executor": "manual@v1", "params": {"number": number}}
+        return json.loads(self.call("PUT", "/v1/artifacts", {"inputs": [], "transform": spec, "data": data}))
+
+    def materialize(self, inputs, source, **params):
+        """The ended build, and the worker's answer where it was handed the manifest."""
+        spec = {"executor": "python_script@v1", "params": {"source": source, **params}}
+        content = {"inputs": inputs, "transform": spec, "mode": "artifact"}
+        build = "/v1/builds/" + json.loads(self.call("POST", "/v1/materialize", content))["build_id"]
+        answer = self.worker and self.worker.manifest(json.loads(self.call("GET", build + "/manifest")))
+
+        def ended():
+            told = json.loads(self.call("GET", build))
+            return (told["state"] in ("ready", "failed") or answer and answer.status != 200) and told
+
+        return eventually(ended, "the build ends", 60), answer
+
+    def table(self, build):
+        import pyarrow
+
+        data = self.call("GET", "/v1/artifacts/%(artifact_id)s/v/%(version)d/data" % build)
+        return pyarrow.ipc.open_stream(data).read_all().to_pydict()
+
+
+def test_a_core_build_becomes_an_artifact_and_the_next_ones_input(core):
+    one, two = core.put({"x": [1, 2, 3]}, 1), core.put({"x": [10, 20, 30]}, 2)
+    source = """
+import pyarrow.compute as pc
+print("adding")
+output = {"sum": pc.add(input0["x"], pc.multiply(input1["x"], params["rate"]))}
+"""
+    first, _ = core.materialize([one["artifact_uri"], two["artifact_uri"]], source, rate=2)
+    assert first["state"] == "ready", first
+    assert core.table(first) == {"sum": [21, 42, 63]}
+    second, _ = core.materialize([first["artifact_uri"]], "output = input0.slice(1)")
+    assert core.table(second) == {"sum": [42, 63]}
+
+
+def test_a_core_build_that_raises_fails_with_what_it_raised(core):
+    build, answer = core.materialize([], "raise ValueError('no such thing')")
+    if answer is None:
+        assert build["state"] == "failed" and "ValueError: no such thing" in build["error_message"]
+    else:  # the server hears nothing of it: the build's lease runs out
+        assert answer.status == 500 and answer.json["error_code"] == "ValueError"
+
+
+# ---------------------------------------------------------------------------------------
+# Jobs: a real server that polls
+# ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def polled_worker(strata):
+    """A worker with one slot that answers 202."""
+    python = Path(os.path.realpath(strata / "bin" / "python")).parent
+    path = os.pathsep.join([str(python), str(Path(uv()).parent), os.environ["PATH"]])
+    flags = ("--jobs", "--max-concurrent", "1")
+    with WorkerProcess(*flags, PATH=path, STRATA_WORKER_ALLOW_LOCAL_HOSTS="1") as client:
+        yield client
+
+
+JOB_CELLS = {
+    "numbers": "numbers = list(range(5))\nprint('counted')",
+    "total": "total = sum(numbers)\nprint(total)",
+    "slow": "# @timeout 2\nimport time\ntime.sleep(60)",
+    "endless": "import time\ntime.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("transport", ["direct", "signed"])
+def test_the_server_polls_jobs_through_a_queue_a_timeout_and_a_cancel(
+    strata, notebooks, server, polled_worker, transport, tmp_path
+):
+    url = polled_worker.worker.url + ("/v1/execute" if transport == "direct" else "")
+    folder = make_notebook(notebooks / ("jobs-" + transport), JOB_CELLS, url, transport)
+    session = open_notebook(server, folder)
+    go = str(tmp_path / "go")
+    hold = polled_worker.execute(
+        "import os, time\nwhile not os.path.exists(%r): time.sleep(0.02)" % go, timeout_seconds=300
+    )
+    assert hold.status == 202
+    with in_background(lambda: run_cell(strata, server, session, "total")) as total:
+        queued = lambda: b"strata_worker_queued 1\n" in polled_worker.request("GET", "/metrics").body  # noqa: E731
+        eventually(queued, "the cell waits behind the other", 60)
+        (tmp_path / "go").touch()
+        answer = total(120)
+    assert polled_worker.request("GET", hold.json["job_url"]).status == 200
+    assert answer["status"] == "ok" and answer["stdout"] == "10\n", answer
+    slow = run_cell(strata, server, session, "slow")
+    assert slow["status"] == "error" and "2" in slow["error"], slow
+    with in_background(lambda: run_cell(strata, server, session, "endless")) as endless:
+        eventually(lambda: polled_worker.health()["active_executions"] == 1, "the cell runs", 60)
+        command = [strata / "bin" / "strata", "cell", "cancel", "--server", server, "--session", session, "endless"]
+        run(*command, env=server_environment(strata))
+        assert endless(60)["status"] != "ok"
+    eventually(lambda: polled_worker.health()["active_executions"] == 0, "its slot is free")

@@ -42,6 +42,8 @@ import types
 import urllib.parse
 from pathlib import Path
 
+import pyarrow
+import pyarrow.ipc
 import pytest
 from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
 
@@ -89,12 +91,13 @@ def eventually(condition, what, seconds=10):
 class WorkerProcess:
     """``python strata_worker.py --port 0``, its URL and its log."""
 
-    def __init__(self, *flags, folder=HERE, python=sys.executable, **env):
+    def __init__(self, *flags, folder=HERE, python=sys.executable, cwd=None, **env):
         clean = {name: value for name, value in os.environ.items() if not name.startswith("STRATA_")}
         self.log_file = tempfile.NamedTemporaryFile("r", prefix="worker-log-")
         self.process = subprocess.Popen(
             [python, str(Path(folder) / "strata_worker.py"), "--port", "0", *flags],
             env={**clean, **env},
+            cwd=cwd,
             stderr=open(self.log_file.name, "w"),
             stdout=subprocess.DEVNULL,
         )
@@ -2698,6 +2701,245 @@ def test_a_json_log_is_one_object_a_line_and_a_run_has_fields():
     assert (run["level"], run["build_id"], run["outcome"]) == ("info", "b-1", "raised")
     assert run["running_seconds"] >= 0 and run["bytes_out"] > 0 and "two" in run["reason"]
     assert all({"time", "level", "message"} <= set(line) for line in lines)
+
+
+# ---------------------------------------------------------------------------------------
+# Core transforms: tables in, a table out
+# ---------------------------------------------------------------------------------------
+
+TRANSFORMS = """
+import sys
+import pyarrow as pa
+
+
+def double(inputs, params):
+    print("doubling", params["column"])
+    print("carefully", file=sys.stderr)
+    table = inputs["input0"]
+    column = table.column(params["column"]).to_pylist()
+    return pa.table({params["column"]: [value * 2 for value in column]})
+
+
+def stream(inputs, params):
+    schema = pa.schema([("n", pa.int64())])
+    batches = (pa.record_batch({"n": pa.array([n])}, schema) for n in range(params["batches"]))
+    return pa.RecordBatchReader.from_batches(schema, batches)
+
+
+def number(inputs, params):
+    return 7
+
+
+class inner:
+    deep = staticmethod(lambda inputs, params: {"names": list(inputs)})
+"""
+
+
+@pytest.fixture(scope="module")
+def core_worker(tmp_path_factory):
+    """A worker started in the folder of a module of transforms."""
+    folder = tmp_path_factory.mktemp("transforms")
+    (folder / "my_transforms.py").write_text(TRANSFORMS)
+    flags = []
+    for name in ("double", "stream", "number", "inner.deep"):
+        flags += ["--transform", "%s@v1=my_transforms:%s" % (name.rpartition(".")[2], name)]
+    flags += ["--transform", "missing@v1=my_transforms:nothing"]
+    env = {"STRATA_WORKER_ALLOW_LOCAL_HOSTS": "1", "STRATA_WORKER_TRANSFORM_SECONDS": "20"}
+    with WorkerProcess(*flags, cwd=folder, **env) as client:
+        yield client
+
+
+def stream_of(table):
+    sink = io.BytesIO()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def transform(client, ref, params, *tables):
+    """Push a Core transform as the build runner does."""
+    names = ["input%d" % number for number in range(len(tables))]
+    metadata = {
+        "protocol_version": "v1",
+        "build_id": "b",
+        "tenant": None,
+        "principal": None,
+        "provenance_hash": "0f",
+        "transform": {"ref": ref, "code_hash": "0123456789abcdef", "params": params},
+        "inputs": [{"name": name, "format": "arrow_ipc_stream"} for name in names],
+    }
+    return client.form("/v1/execute", metadata, [(name, stream_of(table)) for name, table in zip(names, tables)])
+
+
+def table_in(answer):
+    assert answer.status == 200, answer.body
+    assert answer.headers["Content-Type"] == "application/vnd.apache.arrow.stream"
+    assert answer.headers["X-Strata-Executor-Protocol"] == "v1"
+    return pyarrow.ipc.open_stream(answer.body).read_all()
+
+
+def logs_of(answer):
+    return base64.b64decode(answer.headers["X-Strata-Logs"]).decode()
+
+
+def test_health_lists_the_transforms(core_worker, worker):
+    refs = core_worker.health()["capabilities"]["transform_refs"]
+    assert refs[0] == "notebook_cell@v1" and {"python_script@v1", "double@v1", "deep@v1"} <= set(refs)
+    assert worker.health()["capabilities"]["transform_refs"] == ["notebook_cell@v1", "python_script@v1"]
+
+
+def test_a_function_of_a_module_transforms_tables(core_worker):
+    answer = transform(core_worker, "double@v1", {"column": "x"}, pyarrow.table({"x": [1, 2, 3]}))
+    assert table_in(answer).to_pydict() == {"x": [2, 4, 6]}
+    assert logs_of(answer) == "doubling x\ncarefully"
+
+
+def test_a_script_transforms_tables_of_any_kind(worker):
+    source = """
+import pandas
+left = input0.to_pandas()
+output = left.merge(input1.to_pandas(), on="key").assign(total=lambda f: f.a * f.b * params["rate"])[["key", "total"]]
+"""
+    tables = pyarrow.table({"key": ["p", "q"], "a": [2, 3]}), pyarrow.table({"key": ["q", "p"], "b": [5, 7]})
+    answer = transform(worker, "python_script@v1", {"source": source, "rate": 10}, *tables)
+    assert table_in(answer).to_pydict() == {"key": ["p", "q"], "total": [140, 150]}
+    assert "X-Strata-Logs" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "pyarrow.table({'x': [1]})",
+        "pyarrow.record_batch({'x': [1]})",
+        "pyarrow.table({'x': [1]}).to_reader()",
+        "{'x': [1]}",
+        "__import__('polars').DataFrame({'x': [1]})",
+        "input0",
+    ],
+)
+def test_an_output_is_anything_that_is_a_table_and_carries_no_mark_of_the_worker(worker, value):
+    given = pyarrow.table({"x": [1]}).replace_schema_metadata({"mine": "kept"})
+    answer = transform(worker, "python_script@v1", {"source": "import pyarrow\noutput = " + value}, given)
+    table = table_in(answer)
+    assert table.to_pydict() == {"x": [1]}
+    assert (table.schema.metadata or {}) == ({b"mine": b"kept"} if value == "input0" else {})
+
+
+def test_batches_are_written_as_they_come(core_worker):
+    table = table_in(transform(core_worker, "stream@v1", {"batches": 5}))
+    assert table.column("n").to_pylist() == [0, 1, 2, 3, 4] and table.column("n").num_chunks == 5
+
+
+def test_inputs_come_by_name_in_their_order(core_worker):
+    tables = [pyarrow.table({"x": [n]}) for n in range(11)]
+    assert table_in(transform(core_worker, "deep@v1", {}, *tables)).to_pydict() == {
+        "names": ["input%d" % n for n in range(11)]
+    }
+
+
+@pytest.mark.parametrize(
+    "ref, params, code, said",
+    [
+        ("double@v1", {}, "KeyError", "column"),
+        ("number@v1", {}, "TypeError", "a table, not a value of type int"),
+        ("missing@v1", {}, "AttributeError", "nothing"),
+        ("python_script@v1", {"source": "1 / 0"}, "ZeroDivisionError", "division by zero"),
+        ("python_script@v1", {"source": "x = 1"}, "NameError", "output"),
+        ("python_script@v1", {"source": "output = ("}, "SyntaxError", "line 1"),
+        ("python_script@v1", {"source": "import os; os.abort()"}, "EXECUTION_FAILED", "SIGABRT"),
+    ],
+)
+def test_a_transform_that_fails_says_how_in_cores_words(core_worker, ref, params, code, said):
+    answer = transform(core_worker, ref, params, pyarrow.table({"x": [1]}))
+    assert answer.status == 500 and set(answer.json) == {"success", "error_code", "error_message"}
+    assert answer.json["success"] is False and answer.json["error_code"] == code
+    assert said in answer.json["error_message"]
+
+
+def test_what_no_transform_can_be_made_of_is_400_in_cores_words(core_worker):
+    for answer in (
+        transform(core_worker, "python_script@v1", {}),
+        transform(core_worker, "python_script@v1", {"source": 7}),
+        transform(core_worker, "double@v1", []),
+    ):
+        assert answer.status == 400 and answer.json["error_code"] == "INVALID_REQUEST"
+    bad = {"transform": {"ref": "double@v1", "params": {}}, "protocol_version": "v1"}
+    for entry in (
+        {"name": "input0", "format": "csv"},
+        {"name": "../x", "format": "arrow_ipc_stream"},
+        {"name": "input0"},
+    ):
+        answer = core_worker.form("/v1/execute", {**bad, "inputs": [entry]}, [("input0", b"")])
+        assert answer.status == 400 and answer.json["error_code"] == "INVALID_REQUEST", entry
+    answer = core_worker.form("/v1/execute", {**bad, "inputs": [{"name": "input0", "format": "arrow_ipc_stream"}]})
+    assert answer.status == 400 and "no part" in answer.json["error_message"]
+
+
+def test_an_input_that_is_no_arrow_stream_is_said_by_name(core_worker):
+    metadata = {
+        "protocol_version": "v1",
+        "transform": {"ref": "double@v1", "params": {"column": "x"}},
+        "inputs": [{"name": "input0", "format": "arrow_ipc_stream"}],
+    }
+    answer = core_worker.form("/v1/execute", metadata, [("input0", b"not arrow")])
+    assert answer.status == 500 and "input0" in answer.json["error_message"]
+
+
+def test_an_unknown_transform_is_refused_with_those_that_are_known(core_worker):
+    answer = transform(core_worker, "duckdb_sql@v1", {"sql": "select 1"})
+    assert answer.status == 400
+    assert "duckdb_sql@v1" in answer.json["detail"] and "double@v1" in answer.json["detail"]
+
+
+def test_a_transform_that_takes_too_long_is_408_in_cores_words():
+    with WorkerProcess(STRATA_WORKER_TRANSFORM_SECONDS="0.5") as client:
+        answer = transform(client, "python_script@v1", {"source": "import time; time.sleep(60)"})
+    assert answer.status == 408 and answer.json["error_code"] == "TIMEOUT" and "0.5" in answer.json["error_message"]
+
+
+def test_a_long_console_is_cut_to_what_a_header_can_carry(worker):
+    source = "print('x' * 100_000 + 'end')\noutput = {'n': [1]}"
+    answer = transform(worker, "python_script@v1", {"source": source})
+    assert len(answer.headers["X-Strata-Logs"]) < 30_000 and logs_of(answer).endswith("end")
+
+
+def test_a_transform_is_answered_at_once_by_a_worker_with_jobs(jobs_worker, tmp_path):
+    first = submit(jobs_worker, wait_for(tmp_path / "go"))
+    with in_background(lambda: transform(jobs_worker, "python_script@v1", {"source": "output = {'n': [1]}"})) as answer:
+        eventually(lambda: b"strata_worker_queued 1\n" in jobs_worker.request("GET", "/metrics").body, "it waits")
+        (tmp_path / "go").touch()
+        assert table_in(answer()).to_pydict() == {"n": [1]}
+    result_of(jobs_worker, first)
+
+
+def test_a_core_build_is_pulled_from_its_urls_to_its_urls(core_worker, peer):
+    manifest = peer.manifest("", [("x", "arrow/ipc", stream_of(pyarrow.table({"x": [4]})))])
+    manifest["metadata"].update(executor_ref="double@v1", params={"column": "x"})
+    answer = core_worker.manifest(manifest)
+    assert answer.status == 200 and answer.json["success"], answer.body
+    upload, finalize = peer.requests[-2:]
+    assert pyarrow.ipc.open_stream(upload[3]).read_all().to_pydict() == {"x": [8]}
+    assert upload[2]["Content-Type"] == "application/vnd.apache.arrow.stream"
+    assert json.loads(finalize[3]) == {}
+
+
+def test_a_core_build_that_fails_is_not_uploaded(core_worker, peer):
+    manifest = peer.manifest("")
+    manifest["metadata"].update(executor_ref="python_script@v1", params={"source": "raise ValueError('no')"})
+    answer = core_worker.manifest(manifest)
+    assert answer.status == 500 and answer.json["error_code"] == "ValueError"
+    assert not [request for request in peer.requests if request[0] != "GET"]
+
+
+@pytest.mark.parametrize("given", ["x@v1", "x@v1=module", "x@v1=a b:c", "=m:f", "notebook_cell@v1=m:f"])
+def test_a_bad_transform_is_refused_at_start(given):
+    done = run_command("--transform", given)
+    assert done.returncode == 1 and "--transform" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_transform_of_no_module_is_refused_at_start():
+    done = run_command("--port", "0", "--transform", "x@v1=no_such_module:run")
+    assert done.returncode == 1 and "no_such_module" in done.stderr and done.stderr.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------
