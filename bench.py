@@ -2,21 +2,46 @@
 
     python bench.py [--quick] [--vs 'COMMAND --port {port}']
 
-Prints one Markdown table. Times are medians (p50) and p95. A *floor* is the same work without
-a worker, measured in the same run: forking and ending a process that has imported what a cell
-needs, copying from a loopback socket to a file, and from a file to a loopback socket. Compare
-ratios, not milliseconds: both are from one machine at one time.
+Prints one Markdown table. A *floor* is the same work without a worker, in the same run: fork,
+exit and wait of a process that has imported what a cell needs; a bare copy from a loopback socket
+to a file; one from a file to a loopback socket by sendfile. Read the ratios: milliseconds are of
+this machine at this hour. What a row compares is measured in turns, so that other work on the
+machine falls on all of it alike; the load average is printed because it still falls on all of it.
 
-Everything is bounded, talks to loopback only and ends what it started.
+Times are medians, with p95 (p99 for /health) in parentheses, and as the client sees them: a push
+or a refusal counts from before it connects. Every cell has to succeed and every output to be as
+large as it should, or the row says that it failed. What is counted:
+
+    cells per second  answers between two of them, so that none under way at either end counts
+    start             from the exec: of the installed command, whose bytecode pip has written, and of
+                      the file as a script, which Python compiles whole each time
+    512 MiB output    beyond the cell: the whole request less the "running" time, which is the
+                      cell and its serialisation, in the worker's log; without such a log, the whole
+    server grows by   VmHWM of the server process (cells are others) over VmRSS before;
+                      256 MiB each way with --quick, 1 GiB without
+    at rest           VmRSS of the server process, a second after some cells
+    waiting cells     PSS of the processes that are new under the server, by cell; beside it what
+                      its whole tree grew by. The larger one is held against the target
+    refused           bytes that the other end's kernel acknowledged, its receive buffer included:
+                      an upper bound of what the server read. (rchar in /proc does not count recv.)
+                      The client sends on until it is cut off, or for 2.5 s after the answer
+    locked            an environment without packages, built offline: the way to its cells is
+                      measured, not their imports
+
+Linux only. Loopback only; ends what it started, and itself after 115 s (--quick) or 15 minutes.
 """
 
 import argparse
 import contextlib
 import http.server
+import itertools
 import json
 import os
 import re
+import select
+import selectors
 import shlex
+import shutil
 import signal
 import socket
 import statistics
@@ -26,16 +51,103 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+INSTALLED = "import sys, strata_worker; sys.exit(strata_worker.main())"  # as the installed command does
+OURS = "%s %s --port {port}" % (shlex.quote(sys.executable), shlex.quote(str(HERE / "strata_worker.py")))
 MIB = 2**20
-BOUNDARY = "strata-bench"
+ZEROS = memoryview(bytes(MIB))
+TOKEN = "bench"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+class Failed(Exception):
+    """A worker did not do what was measured."""
+
+
+class OutOfTime(BaseException):
+    """The alarm: not an error of whatever it interrupts."""
 
 
 # ---------------------------------------------------------------------------------------
-# A worker and a client with next to no cost of its own
+# Samples: several things measured in turns
+# ---------------------------------------------------------------------------------------
+
+
+class Sample:
+    """What one thing measured gave, in order of size; false without a value."""
+
+    def __init__(self):
+        self.values, self.spent, self.problem = [], 0.0, None
+
+    def __bool__(self):
+        return bool(self.values) and not self.problem
+
+    def take(self, call):
+        began = time.perf_counter()
+        try:
+            self.values.append(call())
+        except (Failed, OSError) as problem:
+            self.problem = problem
+        self.spent += time.perf_counter() - began
+
+    @property
+    def p50(self):
+        return statistics.median(self.values)
+
+    def at(self, part):
+        return sorted(self.values)[min(len(self.values) - 1, int(len(self.values) * part))]
+
+    def show(self, form, tail=0.95):
+        if self.problem:
+            return complaint(self.problem)
+        if not self.values:
+            return ""
+        return form(self.p50) + (" (%s)" % form(self.at(tail)) if len(self.values) > 1 else "")
+
+    def most(self, text, form):
+        return text % form(self.at(1)) if self else ""
+
+    def show_pair(self, form, text):
+        return text % tuple(map(form, self.values[0])) if self else self.show(form)
+
+    def column(self, index):
+        """One of the numbers of each value."""
+        return self.of([value[index] for value in self.values])
+
+    def flat(self):
+        return self.of([number for value in self.values for number in value])
+
+    def of(self, values):
+        found = Sample()
+        found.values, found.problem = values, self.problem
+        return found
+
+
+def complaint(problem, word="failed"):
+    return "%s: %s" % (word, " ".join(str(problem).split())[:80].replace("|", "/"))
+
+
+def in_turns(calls, count, seconds):
+    """A Sample for each call: made ``count`` times, or until it has had its ``seconds``; None is not made."""
+    samples = [Sample() for _ in calls]
+    for _ in range(count):
+        for sample, call in zip(samples, calls):
+            if call and not sample.problem and sample.spent < seconds:
+                sample.take(call)
+    return samples
+
+
+def timed(call):
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+# ---------------------------------------------------------------------------------------
+# A worker, and a client with next to no cost of its own
 # ---------------------------------------------------------------------------------------
 
 
@@ -45,26 +157,25 @@ class Worker:
     def __init__(self, command, **env):
         self.port = free_port()
         self.log = tempfile.NamedTemporaryFile("r", prefix="bench-log-")
-        began = time.perf_counter()
         clean = {name: value for name, value in os.environ.items() if not name.startswith("STRATA_")}
-        self.process = subprocess.Popen(
-            shlex.split(command.format(port=self.port)),
-            env={**clean, **env},
-            stdout=subprocess.DEVNULL,
-            stderr=open(self.log.name, "w"),
-        )
-        self.wait_healthy()
+        command = shlex.split(command.replace("{port}", str(self.port)))
+        began = time.perf_counter()
+        with open(self.log.name, "w") as log:
+            self.process = subprocess.Popen(command, env={**clean, **env}, stdout=subprocess.DEVNULL, stderr=log)
+        try:
+            self.wait_healthy()
+        except BaseException:
+            self.__exit__()
+            raise
         self.start_seconds = time.perf_counter() - began
 
     def wait_healthy(self, seconds=60):
         deadline = time.monotonic() + seconds
-        while True:
+        while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen("http://127.0.0.1:%d/health" % self.port, timeout=5).close()
-                return
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise SystemExit("the worker does not answer: %s" % Path(self.log.name).read_text()[-2000:])
+                return health(self.port)
             time.sleep(0.002)
+        raise Failed("does not start: %s" % Path(self.log.name).read_text()[-300:])
 
     def __enter__(self):
         return self
@@ -72,15 +183,31 @@ class Worker:
     def __exit__(self, *exc_info):
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(20)
+            self.process.wait(5)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait()
 
-    @property
-    def running_seconds(self):
-        """What the worker's log says that its last cell took by itself; None for another worker."""
-        found = re.findall(r"running ([\d.]+) s", Path(self.log.name).read_text())
-        return float(found[-1]) if found else None
+    def running_seconds(self, build_id):
+        """What the log says that the cell of this run took; None if it never says. It says so after the answer."""
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            found = re.search(r"run %s: .* running ([\d.]+) s" % build_id, Path(self.log.name).read_text())
+            if found:
+                return float(found.group(1))
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def installed():
+    """The command of a worker whose bytecode is there, as pip leaves it; a script is compiled at each start."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        shutil.copy(HERE / "strata_worker.py", folder)
+        for name in ("harness.py", "harness.R"):
+            shutil.copy(HERE / name, folder)
+        subprocess.run([sys.executable, "-m", "compileall", "-q", folder], check=True)
+        environment = "env PYTHONPATH=%s" % shlex.quote(folder)
+        yield "%s %s -c %s --port {port}" % (environment, shlex.quote(sys.executable), shlex.quote(INSTALLED))
 
 
 def free_port():
@@ -88,219 +215,281 @@ def free_port():
         return sock.getsockname()[1]
 
 
-def push(source, inputs=(), build_id=None):
-    """The bytes of a push request, but for the content of its last input (of so many bytes)."""
-    metadata = {
-        "protocol_version": "v1",
-        "build_id": build_id,
-        "transform": {"ref": "notebook_cell@v1", "params": {"source": source, "timeout_seconds": 120}},
-        "inputs": [{"name": name, "format": "file/path", "file": name + ".bin"} for name, _ in inputs],
-    }
-    head = part("metadata", "metadata.json") + json.dumps(metadata).encode() + b"\r\n"
-    size = 0
-    for name, size in inputs:
-        head += part(name, name + ".bin")
-    tail = b"\r\n--%s--\r\n" % BOUNDARY.encode()
-    length = len(head) + size + len(tail)
-    request = "POST /v1/execute HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=%s\r\nContent-Length: %d\r\n\r\n"
-    return (request % (BOUNDARY, length)).encode() + head, tail
-
-
-def part(name, file):
-    return (
-        '--%s\r\nContent-Disposition: form-data; name="%s"; filename="%s"\r\n\r\n' % (BOUNDARY, name, file)
-    ).encode()
-
-
-def ask(sock, data, expect=200):
-    """Send a request, read its whole answer and throw it away; the size of its body."""
-    sock.sendall(data)
-    return read_answer(sock, expect)
-
-
-def read_answer(sock, expect=200):
-    buffer = bytearray()
-    while b"\r\n\r\n" not in buffer:
-        piece = sock.recv(65536)
-        if not piece:
-            raise SystemExit("the worker closed the connection: %r" % bytes(buffer[:300]))
-        buffer += piece
-    head, _, body = bytes(buffer).partition(b"\r\n\r\n")
-    if int(head.split(None, 2)[1]) != expect:
-        raise SystemExit("unexpected answer: %r" % bytes(buffer[:500]))
-    length = int(re.search(rb"(?i)content-length: *(\d+)", head).group(1))
-    left, scratch = length - len(body), bytearray(MIB)
-    while left > 0:
-        left -= sock.recv_into(scratch, min(left, MIB)) or left
-    return length
-
-
-def connect(port):
-    sock = socket.create_connection(("127.0.0.1", port), timeout=120)
+def connect(port, timeout=60):
+    sock = socket.create_connection(("127.0.0.1", port), timeout)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
-def timed(call):
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+def health(port):
+    with connect(port, 10) as sock:
+        sock.sendall(HEALTH)
+        read_answer(sock)
 
 
-def p50_p95(times):
-    times = sorted(times)
-    return statistics.median(times), times[min(len(times) - 1, int(len(times) * 0.95))]
+def post(path, length, content_type="application/json", token=None):
+    head = "POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n" % (path, content_type, length)
+    return (head + ("Authorization: Bearer %s\r\n" % token if token else "") + "\r\n").encode()
+
+
+def push(source, size=None, build_id=None, token=None, **params):
+    """The bytes of a push: those before its file input of so many bytes, and those after it."""
+    metadata = {
+        "protocol_version": "v1",
+        "build_id": build_id,
+        "transform": {"ref": "notebook_cell@v1", "params": {"source": source, "timeout_seconds": 120, **params}},
+        "inputs": [] if size is None else [{"name": "data", "format": "file/path", "file": "data.bin"}],
+    }
+    head = part("metadata", "metadata.json") + json.dumps(metadata).encode() + b"\r\n"
+    head += b"" if size is None else part("data", "data.bin")
+    tail = b"\r\n--bench--\r\n"
+    length = len(head) + (size or 0) + len(tail)
+    return post("/v1/execute", length, "multipart/form-data; boundary=bench", token) + head, tail
+
+
+def part(name, file):
+    return b'--bench\r\nContent-Disposition: form-data; name="%s"; filename="%s"\r\n\r\n' % (
+        name.encode(),
+        file.encode(),
+    )
+
+
+class Answer:
+    """An answer that arrives in pieces: fed those, it knows when it is whole. A large body is not kept."""
+
+    def __init__(self):
+        self.data, self.head, self.length, self.left = bytearray(), None, 0, 1
+
+    def feed(self, data):
+        if not data:
+            raise Failed("the connection was closed: %r" % bytes(self.data[:100]))
+        self.data += data
+        if self.head is None and b"\r\n\r\n" in self.data:
+            head, _, body = self.data.partition(b"\r\n\r\n")
+            self.head, self.data, data = bytes(head), body, body
+            self.length = self.left = int(re.search(rb"(?i)content-length: *(\d+)|$", head).group(1) or 0)
+        if self.head is not None:
+            self.left -= len(data)
+        return self.left <= 0
+
+    @property
+    def status(self):
+        return int(self.head.split(None, 2)[1])
+
+    def check(self, cell=True):
+        """A cell that failed answers faster than one that ran: it must not count."""
+        if self.status != 200 or cell and self.length < MIB and not re.search(rb'"success": ?true', self.data):
+            raise Failed("%d %r" % (self.status, bytes(self.data[:200])))
+        return self.length
+
+
+def read_answer(sock, cell=False):
+    """Read a whole answer, of a cell that has to have succeeded if ``cell``; the size of its body."""
+    answer = Answer()
+    while not answer.feed(sock.recv(65536)):
+        if answer.length > MIB:
+            drain(sock, answer.left)
+            break
+    return answer.check(cell)
+
+
+def drain(sock, size):
+    scratch = bytearray(MIB)
+    while size > 0:
+        count = sock.recv_into(scratch, min(size, MIB))
+        if not count:
+            raise Failed("the answer ends early")
+        size -= count
+
+
+def send_zeros(sock, size):
+    for start in range(0, size, MIB):
+        sock.sendall(ZEROS[: min(MIB, size - start)])
+
+
+def run(worker, source, size=None, **params):
+    """Push a cell over a connection of its own; the size of the answer."""
+    head, tail = push(source, size, **params)
+    with connect(worker.port) as sock:
+        sock.sendall(head)
+        send_zeros(sock, size or 0)
+        sock.sendall(tail)
+        return read_answer(sock, True)
 
 
 # ---------------------------------------------------------------------------------------
 # Floors: what this machine takes without a worker
 # ---------------------------------------------------------------------------------------
 
-FORK = """
-import gc, os, sys, time, statistics
-for name in sys.argv[1].split(","):
+FORKS = """
+import gc, os, sys, time
+for name in sys.argv[1:]:
     __import__(name)
 gc.collect(); gc.freeze()
-times = []
-for _ in range(100):
+for _ in sys.stdin:
     began = time.perf_counter()
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    times.append(time.perf_counter() - began)
-print(statistics.median(times))
+    print(time.perf_counter() - began, flush=True)
 """
 
 
-def fork_floor(modules):
-    """Seconds to fork, end and reap a process that has imported these; None without them."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, modules], capture_output=True, text=True)
-    return float(done.stdout) if done.returncode == 0 else None
+class ForkFloor:
+    """A process that has imported these modules; each call has it fork one that ends at once."""
+
+    def __init__(self, *modules):
+        command = [sys.executable, "-W", "ignore", "-c", FORKS, *modules]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1
+        )
+
+    def __call__(self):
+        self.process.stdin.write("\n")
+        line = self.process.stdout.readline()
+        if not line:
+            raise Failed("not installed here")
+        return float(line)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.process.kill()
+        self.process.wait()
 
 
-def loopback(serve):
-    """A connected loopback pair, with ``serve`` running on its far end in another process."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def in_child(call):
+    """Run this in a forked process; its pid."""
     pid = os.fork()
     if pid == 0:
-        serve(listener.accept()[0])
-        os._exit(0)
-    sock = connect(listener.getsockname()[1])
-    listener.close()
-    return sock, pid
+        for number in (signal.SIGALRM, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.alarm(60)
+        try:
+            call()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return pid
 
 
-def copy_in_floor(size):
+@contextlib.contextmanager
+def loopback(serve):
+    """A connected loopback pair, with ``serve`` at its far end in another process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pid = in_child(lambda: serve(listener.accept()[0]))
+        sock = connect(listener.getsockname()[1])
+    try:
+        with sock:
+            yield sock
+    finally:
+        os.waitpid(pid, 0)
+
+
+def copy_in(size):
     """Seconds to take so many bytes from a loopback socket into a file."""
 
     def serve(sock):
+        buffer, left = memoryview(bytearray(MIB)), size
         with tempfile.TemporaryFile(buffering=0) as file:
-            buffer, left = memoryview(bytearray(MIB)), size
             while left:
-                count = sock.recv_into(buffer)
-                file.write(buffer[:count])
-                left -= count
-        sock.sendall(b"x")
+                left -= file.write(buffer[: sock.recv_into(buffer)])
+            sock.sendall(b"x")  # the file's removal is nobody's wait
 
-    sock, pid = loopback(serve)
-    seconds = timed(lambda: (send_zeros(sock, size), sock.recv(1)))
-    os.waitpid(pid, 0)
-    return seconds
+    with loopback(serve) as sock:
+        return timed(lambda: (send_zeros(sock, size), sock.recv(1)))
 
 
-def copy_out_floor(size):
+def copy_out(file, size):
     """Seconds to get so many bytes of a file through a loopback socket, by sendfile."""
+    with loopback(lambda sock: (sock.recv(1), sock.sendfile(file, 0, size))) as sock:
+        return timed(lambda: (sock.sendall(b"x"), drain(sock, size)))
+
+
+def file_of_zeros(size):
     file = tempfile.TemporaryFile(buffering=0)
-    send_to = memoryview(bytes(MIB))
     for _ in range(size // MIB):
-        file.write(send_to)
-
-    def serve(sock):
-        sock.recv(1)
-        sock.sendfile(file, 0, size)
-
-    sock, pid = loopback(serve)
-
-    def take():
-        sock.sendall(b"x")
-        left, scratch = size, bytearray(MIB)
-        while left:
-            left -= sock.recv_into(scratch)
-
-    seconds = timed(take)
-    os.waitpid(pid, 0)
-    return seconds
-
-
-def send_zeros(sock, size):
-    zeros = memoryview(bytes(MIB))
-    while size:
-        piece = zeros[: min(MIB, size)]
-        sock.sendall(piece)
-        size -= len(piece)
+        file.write(ZEROS)
+    return file
 
 
 # ---------------------------------------------------------------------------------------
-# Measurements: each takes the command of a worker and gives a number
+# Measurements of one worker
 # ---------------------------------------------------------------------------------------
 
 
-def cell_seconds(worker, source, count):
-    data = b"".join(push(source))
-    with connect(worker.port) as sock:
-        for _ in range(3):
-            ask(sock, data)
-        return p50_p95([timed(lambda: ask(sock, data)) for _ in range(count)])
+def cell_timer(worker, stack, source, **params):
+    """A call that gives the seconds of a cell over a kept-alive connection."""
+    if worker is None:
+        return None
+    data, sock = b"".join(push(source, **params)), stack.enter_context(connect(worker.port))
 
+    def ask():
+        sock.sendall(data)
+        read_answer(sock, True)
 
-CLIENT = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-import bench
-sock, data = bench.connect(int(sys.argv[2])), b"".join(bench.push("x = 1"))
-bench.ask(sock, data)
-print("ready", flush=True)
-sys.stdin.readline()
-count, end = 0, time.perf_counter() + float(sys.argv[3])
-while time.perf_counter() < end:
-    bench.ask(sock, data)
-    count += 1
-print(count)
-"""
+    ask()  # whatever a worker does for its first cell alone
+    return lambda: timed(ask)
 
 
 def cells_per_second(worker, seconds, clients=8):
-    command = [sys.executable, "-c", CLIENT, str(HERE), str(worker.port), str(seconds)]
-    running = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(clients)
-    ]
-    for client in running:
-        client.stdout.readline()
-    for client in running:
-        client.stdin.write("go\n")
-        client.stdin.flush()
-    return sum(int(client.communicate()[0]) for client in running) / seconds
+    """Answers a second to clients that each ask again at once; one thread, prebuilt bytes."""
+    data = b"".join(push("x = 1"))
+    ended, answers = [], {}
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        for _ in range(clients):
+            sock = stack.enter_context(connect(worker.port))
+            selector.register(sock, selectors.EVENT_READ)
+            sock.sendall(data)
+            answers[sock] = Answer()
+        while answers:
+            for key, _ in selector.select(60) or stop("no answer for 60 s"):
+                if answers[key.fileobj].feed(key.fileobj.recv(65536)):
+                    answers.pop(key.fileobj).check()
+                    ended.append(time.perf_counter())
+                    if not enough(ended, clients, seconds):
+                        key.fileobj.sendall(data)
+                        answers[key.fileobj] = Answer()
+    if len(ended) >= 3 * clients:
+        ended = ended[clients - 1 : len(ended) - clients + 1]  # all clients were at work between these
+    return (len(ended) - 1) / (ended[-1] - ended[0])
+
+
+def enough(ended, clients, seconds):
+    """A slow worker gets up to eight times as long to answer each client three times."""
+    went_on = ended[-1] - ended[0]
+    return went_on > seconds and (len(ended) >= 3 * clients or went_on > 8 * seconds)
+
+
+def stop(reason):
+    raise Failed(reason)
 
 
 def push_seconds(worker, size):
-    head, tail = push("x = 1", [("data", size)])
-    with connect(worker.port) as sock:
-        return timed(lambda: (sock.sendall(head), send_zeros(sock, size), ask(sock, tail)))
+    """A file comes in, and a cell that looks at its size runs."""
+    return timed(lambda: run(worker, "import os\nassert os.path.getsize(data) == %d" % size, size))
+
+
+numbers = itertools.count()
 
 
 def output_seconds(worker, size):
-    """An output of so many bytes, beyond what the cell itself takes."""
-    data = b"".join(push("import numpy as np\nblob = np.zeros(%d // 8)" % size))
-    with connect(worker.port) as sock:
-        return timed(lambda: ask(sock, data)) - (worker.running_seconds or 0)
+    """(seconds beyond the cell, seconds in all) of a cell with an output of so many bytes."""
+    build_id = "bench-%d-%d" % (os.getpid(), next(numbers))
+    began = time.perf_counter()
+    if run(worker, "blob = bytes(%d)" % size, build_id=build_id) < size:
+        raise Failed("the output is not all there")
+    whole = time.perf_counter() - began
+    return whole - (worker.running_seconds(build_id) or 0.0), whole
 
 
 def growth(worker, call):
-    """How far the worker's memory rises above where it was, in bytes."""
+    """How far the server's memory rises above where it was."""
     Path("/proc/%d/clear_refs" % worker.process.pid).write_text("5")
     before = memory(worker.process.pid, "VmRSS")
-    call()
+    call(worker)
     return memory(worker.process.pid, "VmHWM") - before
 
 
@@ -308,59 +497,66 @@ def memory(pid, field):
     return int(re.search(field + r":\s*(\d+)", Path("/proc/%d/status" % pid).read_text()).group(1)) * 1024
 
 
-def pull_seconds(worker, size):
-    with Store(size) as url:
-        manifest = {
-            "build_id": "bench",
-            "inputs": [{"artifact_id": "a", "version": 1, "url": url + "/in"}],
-            "metadata": {
-                "executor_ref": "notebook_cell@v1",
-                "params": {
-                    "source": "blob = bytes(%d)" % size,
-                    "timeout_seconds": 120,
-                    "input_specs": {
-                        "data": {"uri": "strata://artifact/a@v=1", "content_type": "file/path", "file": "data.bin"}
-                    },
-                },
+def pull(worker, size):
+    """A cell by manifest, with an input and an output of so many bytes."""
+    with Store(size) as store:
+        params = {
+            "source": "import os\nassert os.path.getsize(data) == %d\nblob = bytes(%d)" % (size, size),
+            "timeout_seconds": 120,
+            "input_specs": {
+                "data": {"uri": "strata://artifact/a@v=1", "content_type": "file/path", "file": "data.bin"}
             },
-            "output": {"url": url + "/out", "max_bytes": 4 * size},
-            "finalize_url": url + "/finalize",
+        }
+        manifest = {
+            "build_id": "bench-pull-%d" % next(numbers),
+            "inputs": [{"artifact_id": "a", "version": 1, "url": store.url + "/in"}],
+            "metadata": {"executor_ref": "notebook_cell@v1", "params": params},
+            "output": {"url": store.url + "/out", "max_bytes": 4 * size},
+            "finalize_url": store.url + "/finalize",
         }
         body = json.dumps(manifest).encode()
         with connect(worker.port) as sock:
-            return timed(
-                lambda: ask(sock, b"POST /execute HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            )
+            sock.sendall(post("/v1/execute-manifest", len(body)) + body)
+            read_answer(sock)
+        if store.received < size:
+            raise Failed("%d bytes were uploaded" % store.received)
 
 
 class Store:
-    """Serves one input of zeros and swallows what is uploaded."""
+    """Serves one input of zeros, and counts what is uploaded."""
 
     def __init__(self, size):
+        store, self.received = self, 0
+
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
-                self.send_response(200)
-                self.send_header("Content-Length", str(size))
-                self.end_headers()
+                self.answer(size)
                 send_zeros(self.connection, size)
 
             def do_POST(self):
-                left, scratch = int(self.headers["Content-Length"]), bytearray(MIB)
+                left, scratch = int(self.headers["Content-Length"]), memoryview(bytearray(MIB))
                 while left:
-                    left -= self.rfile.readinto(memoryview(scratch)[: min(left, MIB)])
-                self.send_response(200)
-                self.send_header("Content-Length", "2")
-                self.end_headers()
+                    count = self.rfile.readinto(scratch[: min(left, MIB)])
+                    left, store.received = left - count, store.received + count
+                self.answer(2)
                 self.wfile.write(b"{}")
+
+            do_PUT = do_POST
+
+            def answer(self, length):
+                self.send_response(200)
+                self.send_header("Content-Length", str(length))
+                self.end_headers()
 
             def log_message(self, *arguments):
                 pass
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = "http://127.0.0.1:%d" % self.server.server_address[1]
 
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return "http://127.0.0.1:%d" % self.server.server_address[1]
+        return self
 
     def __exit__(self, *exc_info):
         self.server.shutdown()
@@ -368,47 +564,51 @@ class Store:
 
 
 def health_under_load(worker, seconds):
-    """p50 and p99 of /health while a cell burns each core and 256 MiB come in, again and again."""
-    stop = time.monotonic() + seconds
+    """Times of /health, a connection each, while a cell burns each core and 256 MiB come in again and again."""
+    pid = in_child(lambda: load(worker, seconds + 2))  # not a thread: the client's own waits are not the worker's
+    time.sleep(2)
+    times, end = [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        times.append(timed(lambda: health(worker.port)))
+        time.sleep(0.005)
+    if os.waitpid(pid, 0)[1]:
+        raise Failed("its load did not run")
+    return times
+
+
+def load(worker, seconds):
+    end = time.monotonic() + seconds
     burn = b"".join(push("import time\nend = time.time() + %g\nwhile time.time() < end: pass" % seconds))
-    load = [threading.Thread(target=lambda: ask(connect(worker.port), burn)) for _ in range(os.cpu_count())]
-
-    def upload():
-        while time.monotonic() < stop:
-            push_seconds(worker, 256 * MIB)
-
-    load.append(threading.Thread(target=upload))
-    for thread in load:
-        thread.start()
-    time.sleep(0.5)
-    times, request = [], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    with connect(worker.port) as sock:
-        while time.monotonic() < stop:
-            times.append(timed(lambda: ask(sock, request)))
-            time.sleep(0.01)
-    for thread in load:
-        thread.join()
-    times.sort()
-    return statistics.median(times), times[int(len(times) * 0.99)]
+    burning = [connect(worker.port) for _ in range(os.cpu_count())]
+    for sock in burning:
+        sock.sendall(burn)
+    while time.monotonic() < end:
+        run(worker, "x = 1", 256 * MIB)
+    for sock in burning:
+        read_answer(sock, True)
 
 
-def refusal(worker, status):
-    """Seconds until a 256 MiB upload is refused, and the bytes of it that had arrived by then:
-    an upper bound of what the worker read, since its system holds some unread."""
-    head, _ = push("x = 1", [("data", 256 * MIB)])
-    with connect(worker.port) as sock:
+def refusal(worker, status, token=None):
+    """(seconds, bytes) until a 256 MiB upload is refused, and of it that the other end took."""
+    size = 256 * MIB
+    head, tail = push("x = 1", size, token=token)
+    began, answered, answer = time.perf_counter(), None, Answer()
+    with connect(worker.port) as sock, contextlib.suppress(ConnectionError, Failed):
         sock.setblocking(False)
-        began, answer, zeros = time.perf_counter(), b"", bytes(MIB)
-        pending = memoryview(head)
-        while b"\r\n\r\n" not in answer and time.perf_counter() - began < 60:
-            with contextlib.suppress(BlockingIOError):
-                pending = pending[sock.send(pending) :] or memoryview(zeros)
-            with contextlib.suppress(BlockingIOError):
-                answer += sock.recv(65536)
-        seconds, arrived = time.perf_counter() - began, acknowledged(sock)
-    if int(answer.split(None, 2)[1]) != status:
-        raise SystemExit("expected a %d: %r" % (status, answer[:300]))
-    return seconds, arrived
+        rest = itertools.chain([head], itertools.repeat(ZEROS, size // MIB), [tail])
+        pending = memoryview(next(rest))
+        while time.perf_counter() < (began + 60 if answered is None else answered + 2.5):
+            readable, writable, _ = select.select([sock], [sock] if pending else [], [], 0.1)
+            if readable and answer.feed(sock.recv(65536)) and answered is None:
+                answered = time.perf_counter()
+            if answered and not pending:
+                break
+            if writable:
+                pending = pending[sock.send(pending) :] or memoryview(next(rest, b""))
+            counted = acknowledged(sock)
+    if answered is None or answer.status != status:
+        raise Failed("no %d: %r" % (status, answer.head))
+    return answered - began, counted
 
 
 def acknowledged(sock):
@@ -416,55 +616,75 @@ def acknowledged(sock):
     return struct.unpack_from("<Q", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 120)[0]
 
 
-def idle_cells(worker, count=8):
-    """PSS of each of so many cells that wait, on average, in bytes; whatever process they are."""
-    before = family(worker.process.pid)
-    data = b"".join(push("import time\ntime.sleep(3)"))
-    threads = [threading.Thread(target=lambda: ask(connect(worker.port), data)) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    time.sleep(1.5)
-    added = [pid for pid in family(worker.process.pid) if pid not in before]
-    total = sum(pss(pid) for pid in added)
-    for thread in threads:
-        thread.join()
-    return total / count
+@contextlib.contextmanager
+def waiting_cells(worker, count, token=None):
+    """So many cells that have started and wait for the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
+        gate = Path(folder, "gate")
+        gate.touch()
+        source = "import os, time\nopen('%s/%%d' %% os.getpid(), 'w').close()\n" % folder
+        source += "while os.path.exists('%s'): time.sleep(0.05)" % gate
+        socks = [stack.enter_context(connect(worker.port)) for _ in range(count)]
+        for sock in socks:
+            sock.sendall(b"".join(push(source, token=token)))
+        deadline = time.monotonic() + 30
+        while len(os.listdir(folder)) <= count:
+            if time.monotonic() > deadline:
+                raise Failed("the cells do not start")
+            time.sleep(0.02)
+        yield
+        gate.unlink()
+        for sock in socks:
+            read_answer(sock, True)
 
 
-def family(pid):
-    found = []
-    for task in Path("/proc/%d/task" % pid).glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *family(child)]
+def waiting_memory(worker, count=8):
+    """(PSS of the cells' processes, what the whole tree grew by), for each of so many waiting cells."""
+    before = tree(worker.process.pid)
+    with waiting_cells(worker, count):
+        time.sleep(0.3)
+        after = tree(worker.process.pid)
+    cells = sum(size for pid, size in after.items() if pid not in before)
+    return cells / count, (sum(after.values()) - sum(before.values())) / count
+
+
+def tree(pid):
+    """PSS of a process and of each below it, by pid."""
+    found = {}
+    with contextlib.suppress(OSError, AttributeError):  # it has ended meanwhile
+        found[pid] = int(re.search(r"Pss:\s*(\d+)", Path("/proc/%d/smaps_rollup" % pid).read_text()).group(1)) * 1024
+        for task in Path("/proc/%d/task" % pid).glob("*/children"):
+            for child in task.read_text().split():
+                found.update(tree(int(child)))
     return found
 
 
-def pss(pid):
+def locked_environment(folder):
+    """The ``environment`` block of a lock without packages, and the variables a worker needs to build it."""
+    uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if uv is None:
+        raise Failed("no uv")
     try:
-        return int(re.search(r"Pss:\s*(\d+)", Path("/proc/%d/smaps_rollup" % pid).read_text()).group(1)) * 1024
-    except (OSError, AttributeError):
-        return 0
+        sys.path.insert(0, str(HERE))
+        from strata_worker import uv_lock_key
+    except ImportError:
+        raise Failed("no uv_lock_key") from None
+    pyproject = '[project]\nname = "bench"\nversion = "0"\nrequires-python = ">=3.10"\ndependencies = []\n'
+    Path(folder, "pyproject.toml").write_text(pyproject)
+    lock = [uv, "lock", "--offline", "--quiet", "--python", sys.executable]
+    done = subprocess.run(lock, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise Failed(done.stderr)
+    text = Path(folder, "uv.lock").read_text()
+    python = "%d.%d" % sys.version_info[:2]
+    folders = [str(Path(uv).parent), str(Path(os.path.realpath(sys.executable)).parent), os.environ["PATH"]]
+    env = {"PATH": os.pathsep.join(folders), "UV_OFFLINE": "1", "STRATA_WORKER_ENV_ROOT": folder + "/envs"}
+    return {"key": uv_lock_key(text), "python": python, "lockfile": text, "pyproject": pyproject}, env
 
 
 # ---------------------------------------------------------------------------------------
-# Table
+# The table
 # ---------------------------------------------------------------------------------------
-
-
-class Table:
-    def __init__(self, other):
-        self.other = other
-        print("| what | floor | this worker |%s target | met |" % (" other | ratio |" if other else ""))
-        print("|---|---|---|%s---|---|" % ("---|---|" if other else ""), flush=True)
-
-    def row(self, what, floor, ours, theirs, ratio, target, met):
-        cells = (
-            [what, floor or "", ours]
-            + ([theirs or "", ratio or ""] if self.other else [])
-            + [target, "" if met is None else "yes" if met else "NO"]
-        )
-        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def ms(seconds):
@@ -475,202 +695,216 @@ def mib(size):
     return "%.1f MiB" % (size / MIB)
 
 
-def rate(size, seconds):
-    return "%.0f MB/s" % (size / seconds / 1e6)
+def rate_of(size):
+    return lambda seconds: "%.0f MB/s" % (size / seconds / 1e6)
 
 
-OURS = "%s %s --port {port}" % (shlex.quote(sys.executable), shlex.quote(str(HERE / "strata_worker.py")))
+class Bench:
+    """One run: both workers, what time is left, and the rows as they come."""
 
+    def __init__(self, vs, quick):
+        self.vs, self.quick = vs, quick
+        self.limit = 115 if quick else 900
+        self.began = time.monotonic()
+        self.workers = (None, None)
 
-def pair(other, measure, **env):
-    """The same measurement of a fresh worker of ours and of the other."""
-    found = []
-    for command in filter(None, (OURS, other)):
-        with Worker(command, **env) as worker:
-            time.sleep(2)  # let it finish what it does at start: only starts are measured there
-            found.append(measure(worker))
-    return found + [None] * (2 - len(found))
+    @property
+    def late(self):
+        """Most of the time is gone: the other worker is left out then, for ours has to be measured."""
+        return time.monotonic() - self.began > 0.6 * self.limit
 
+    @property
+    def both(self):
+        return self.workers[0], None if self.late else self.workers[1]
 
-def bench_cells(table, other, count):
-    floor = fork_floor("pandas,pyarrow") or fork_floor("pyarrow")
-    for source in ("x = 1", "import pandas\nx = 1"):
-        ours, theirs = pair(
-            other,
-            lambda worker, s=source: cell_seconds(
-                worker, s, count if "strata_worker.py" in " ".join(worker.process.args) else min(count, 10)
-            ),
-        )
-        ratio = theirs and theirs[0] / ours[0]
-        met = ours[0] <= 3 * floor and (ratio is None or ratio >= 50)
-        table.row(
-            "`%s`, p50 (p95)" % source.replace("\n", "; "),
-            ms(floor),
-            "%s (%s)" % (ms(ours[0]), ms(ours[1])),
-            theirs and "%s (%s)" % (ms(theirs[0]), ms(theirs[1])),
-            ratio and "%.0f ×" % ratio,
-            "50 × the other, 3 × the floor",
-            met,
-        )
+    def turns(self, measure, count, seconds, floors=(), slow=False):
+        """Samples of the floors, ours and the other; what is ``slow`` with the other is not for a quick run."""
+        ours, other = self.both
+        workers = (ours, None if slow and self.quick else other)
+        return in_turns([*floors, *(worker and partial(measure, worker) for worker in workers)], count, seconds)
 
+    def head(self):
+        uname, load = os.uname(), "%.1f" % os.getloadavg()[0]
+        facts = (time.strftime("%Y-%m-%d"), os.cpu_count(), sys.version.split()[0], uname.release, load)
+        print("%s, %d cores, Python %s, Linux %s, load average at the start %s\n" % facts)
+        other = " other | ratio |" if self.vs else ""
+        print("| what | floor | this worker |%s target | met |" % other)
+        print("|---|---|---|%s---|---|" % ("---|---|" if self.vs else ""), flush=True)
 
-def bench_rate(table, other, seconds):
-    ours, theirs = pair(other, lambda worker: cells_per_second(worker, seconds))
-    ratio = theirs and ours / theirs
-    table.row(
-        "cells per second, 8 clients",
-        None,
-        "%.0f" % ours,
-        theirs and "%.1f" % theirs,
-        ratio and "%.0f ×" % ratio,
-        "40 × the other",
-        ratio and ratio >= 40,
-    )
+    def row(self, what, shown, times, target, met, floor=""):
+        """``shown`` is ours and the other; ``times`` how much better ours is; ``met`` None if that is open."""
+        ours, other = shown
+        compared = [other, "%.3g ×" % times if times else ""] if self.vs else []
+        verdict = "" if met is None else "yes" if met else "NO"
+        print("| " + " | ".join([what, floor, ours, *compared, target, verdict]) + " |", flush=True)
 
+    def simple(self, what, samples, form, target, limit):
+        """The row of one number of each worker that has to stay under a limit."""
+        ours, other = samples
+        met = bool(ours and ours.p50 < limit)
+        self.row(what, (ours.show(form), other.show(form)), ratio(other, ours), target, met)
 
-def bench_copies(table, other, quick):
-    for size in (256 * MIB, 1024 * MIB):
-        floor = min(copy_in_floor(size) for _ in range(3))
-        ours, theirs = pair(
-            other if size < 512 * MIB or not quick else None,
-            lambda worker, s=size: min(push_seconds(worker, s) for _ in range(2 if s < 512 * MIB else 1)),
-        )
-        table.row(
-            "%d MiB pushed" % (size / MIB),
-            rate(size, floor),
-            rate(size, ours),
-            theirs and rate(size, theirs),
-            theirs and "%.1f ×" % (theirs / ours),
-            "60% of the floor",
-            floor / ours >= 0.6,
-        )
-    size = 512 * MIB
-    floor = min(copy_out_floor(size) for _ in range(3))
-    ours, _ = pair(None, lambda worker: min(output_seconds(worker, size) for _ in range(2)))
-    table.row(
-        "512 MiB output, beyond the cell",
-        rate(size, floor),
-        rate(size, ours),
-        None,
-        None,
-        "60% of the floor",
-        floor / ours >= 0.6,
-    )
+    def run(self):
+        """Starts, then all that one pair of workers can be asked, then what needs workers of its own."""
+        self.attempt(self.starts)
+        with contextlib.ExitStack() as stack:
+            local = {"STRATA_WORKER_ALLOW_LOCAL_HOSTS": "1"}
+            self.workers = [command and stack.enter_context(Worker(command, **local)) for command in (OURS, self.vs)]
+            for rows in (
+                self.cells,
+                self.rate,
+                self.pushed,
+                self.output,
+                self.rest,
+                self.waiting,
+                self.health,
+                self.memory,
+            ):
+                self.attempt(rows)
+        self.workers = (None, None)
+        self.attempt(self.refusals)
+        self.attempt(self.locked)
 
+    def attempt(self, rows):
+        try:
+            rows()
+        except (Failed, OSError) as problem:
+            self.row(rows.__name__, (complaint(problem), ""), None, "", False)
 
-def bench_memory(table, other, quick):
-    size = (256 if quick else 1024) * MIB
-    what = "%d MiB in and out, " % (size / MIB)
-    calls = {
-        "push": lambda worker: growth(worker, lambda: (push_seconds(worker, size), output_seconds(worker, size))),
-        "pull": lambda worker: growth(worker, lambda: pull_seconds(worker, size)),
-    }
-    for name, call in calls.items():
-        ours, _ = pair(None, call, STRATA_WORKER_ALLOW_LOCAL_HOSTS="1")
-        table.row(what + name + ": memory grows by", None, mib(ours), None, None, "under 32 MiB", ours < 32 * MIB)
-
-
-def bench_process(table, other):
-    starts = []
-    for command in filter(None, (OURS, other)):
-        times = []
-        for _ in range(5):
+    def starts(self):
+        def start(command):
             with Worker(command) as worker:
-                times.append(worker.start_seconds)
-        starts.append(statistics.median(times))
-    theirs = starts[1] if other else None
-    table.row(
-        "start to first /health",
-        None,
-        ms(starts[0]),
-        theirs and ms(theirs),
-        theirs and "%.0f ×" % (theirs / starts[0]),
-        "under 250 ms",
-        starts[0] < 0.25,
-    )
-    ours, theirs = pair(other, lambda worker: memory(worker.process.pid, "VmRSS"))
-    table.row(
-        "server process at rest",
-        None,
-        mib(ours),
-        theirs and mib(theirs),
-        theirs and "%.1f ×" % (theirs / ours),
-        "under 40 MiB",
-        ours < 40 * MIB,
-    )
-    ours, _ = pair(None, idle_cells)
-    table.row("each of eight waiting cells, PSS", None, mib(ours), None, None, "under 25 MiB", ours < 25 * MIB)
+                return worker.start_seconds
+
+        with installed() as command:
+            calls = [each and partial(start, each) for each in (command, OURS, self.vs)]
+            samples = in_turns(calls, 5 if self.quick else 11, 5 if self.quick else 40)
+        for what, ours in zip(("installed", "run as a script"), samples):
+            self.simple("start to first `/health`, " + what, (ours, samples[2]), ms, "under 250 ms", 0.25)
+
+    def cells(self):
+        with contextlib.ExitStack() as stack:
+            floors = [stack.enter_context(ForkFloor(*names)) for names in (("pandas", "pyarrow"), ("pyarrow",))]
+            for source in ("x = 1", "import pandas\nx = 1"):
+                timers = [failing(cell_timer, worker, stack, source) for worker in self.both]
+                self.cell(source, floors + timers)
+
+    def cell(self, source, calls):
+        count, seconds = (40, 4) if self.quick else (200, 30)
+        fork, small, ours, other = in_turns(calls, count, seconds)
+        met = bool(ours and (not fork or ours.p50 <= 3 * fork.p50) and (not other or other.p50 >= 50 * ours.p50))
+        what, target = "`%s`" % source.replace("\n", "; "), "50 × the other, at most 3 × the floor"
+        floor = "%s; pyarrow only %s" % (fork.show(ms), small.show(ms))
+        self.row(what, (ours.show(ms), other.show(ms)), ratio(other, ours), target, met, floor)
+
+    def rate(self):
+        seconds, count = (3, 1) if self.quick else (10, 3)
+        ours, other = self.turns(lambda worker: cells_per_second(worker, seconds), count, 60)
+        times = ratio(ours, other)
+        met = (times >= 40 if times else None) if ours else False
+        shown = (ours.show("{:.3g}".format), other.show("{:.3g}".format))
+        self.row("cells per second, 8 clients", shown, times, "40 × the other", met)
+
+    def pushed(self):
+        self.pushed_of(256 * MIB, 5)
+        self.pushed_of(1024 * MIB, 3, slow=True)
+
+    def pushed_of(self, size, count, slow=False):
+        seconds, floor = 4 if self.quick else 60, [partial(copy_in, size)]
+        samples = self.turns(lambda worker: push_seconds(worker, size), count, seconds, floor, slow)
+        floor, *shown = [sample.show(rate_of(size)) for sample in samples]
+        met = reaches(0.6, *samples[:2])
+        self.row("%d MiB pushed" % (size // MIB), shown, ratio(*samples[:0:-1]), "60% of the floor", met, floor)
+
+    def output(self):
+        size, form = 512 * MIB, rate_of(512 * MIB)
+        with file_of_zeros(size) as file:
+            floor, seconds = [partial(copy_out, file, size)], 6 if self.quick else 60
+            floor, ours, other = self.turns(lambda worker: output_seconds(worker, size), 5, seconds, floor, slow=True)
+        beyond, whole, others = ours.column(0), ours.column(1), other.column(1)
+        shown, met = (beyond.show(form), ""), reaches(0.6, floor, beyond)
+        self.row("512 MiB output, beyond the cell", shown, None, "60% of the floor", met, floor.show(form))
+        self.row("512 MiB output, with the cell", (whole.show(form), others.show(form)), ratio(others, whole), "", None)
+
+    def rest(self):
+        time.sleep(1)
+        samples = self.turns(lambda worker: memory(worker.process.pid, "VmRSS"), 1, 60)
+        self.simple("server process at rest", samples, mib, "under 40 MiB", 40 * MIB)
+
+    def waiting(self):
+        samples = self.turns(waiting_memory, 1, 60)
+        shown = [sample.show_pair(mib, "%s (tree %s)") for sample in samples]
+        met = bool(samples[0] and max(samples[0].values[0]) < 25 * MIB)
+        times = ratio(samples[1].column(0), samples[0].column(0))
+        self.row("each of eight waiting cells, PSS", shown, times, "under 25 MiB", met)
+
+    def health(self):
+        seconds = 4 if self.quick else 20
+        ours, other = [sample.flat() for sample in self.turns(lambda worker: health_under_load(worker, seconds), 1, 60)]
+        shown = [sample.show(ms, 0.99) for sample in (ours, other)]
+        times = other.at(0.99) / ours.at(0.99) if ours and other else None
+        met = bool(ours and ours.at(0.99) < 0.025)
+        self.row("`/health` under load, p50 (p99)", shown, times, "p99 under 25 ms", met)
+
+    def memory(self):
+        size = (256 if self.quick else 1024) * MIB  # what grows with the size shows at either
+        ways = {
+            "push": lambda worker: (push_seconds(worker, size), output_seconds(worker, size)),
+            "pull": lambda worker: pull(worker, size),
+        }
+        for name, call in ways.items():
+            samples = self.turns(partial(growth, call=call), 1, 120, slow=True)
+            what = "%d MiB in, %d MiB out, %s: server grows by" % (size // MIB, size // MIB, name)
+            self.simple(what, samples, mib, "under 32 MiB", 32 * MIB)
+
+    def refusals(self):
+        env = {"STRATA_WORKER_TOKEN": TOKEN, "STRATA_WORKER_HOST": "127.0.0.1", "STRATA_WORKER_MAX_CONCURRENT": "1"}
+        with contextlib.ExitStack() as stack:
+            other = None if self.late else self.vs
+            self.workers = [command and stack.enter_context(Worker(command, **env)) for command in (OURS, other)]
+            self.refused(401)
+            for worker in filter(None, self.workers):
+                stack.enter_context(waiting_cells(worker, 1, TOKEN))
+            self.refused(503, TOKEN)
+
+    def refused(self, status, token=None):
+        samples = self.turns(lambda worker: refusal(worker, status, token), 5, 4 if self.quick else 30)
+        shown = [sample.column(0).show(ms) + sample.column(1).most(", at most %s", mib) for sample in samples]
+        seconds, size = samples[0].column(0), samples[0].column(1)
+        met = bool(seconds and seconds.p50 < 0.02 and size.at(1) < MIB)
+        times = ratio(samples[1].column(0), seconds)
+        self.row("a 256 MiB upload refused, %d" % status, shown, times, "under 20 ms and 1 MiB", met)
+
+    def locked(self):
+        what, target = "cell in a locked environment; a plain one", "within 20 ms of a plain cell"
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
+            try:
+                block, env = locked_environment(folder)
+                worker = stack.enter_context(Worker(OURS, **env))
+                timers = [cell_timer(worker, stack, "x = 1", **params) for params in ({"environment": block}, {})]
+            except Failed as problem:
+                return self.row(what, (complaint(problem, "skipped"), ""), None, target, None)
+            time.sleep(1)  # the fork server of the environment starts behind its first cell
+            locked, plain = in_turns(timers, 40 if self.quick else 200, 10)
+        met = bool(locked and plain and locked.p50 - plain.p50 < 0.02)
+        self.row(what, ("%s; %s" % (locked.show(ms), plain.show(ms)), ""), None, target, met)
 
 
-def bench_health(table, other, seconds):
-    ours, theirs = pair(other, lambda worker: health_under_load(worker, seconds))
-    shown = [value and "%s (%s)" % (ms(value[0]), ms(value[1])) for value in (ours, theirs)]
-    table.row(
-        "/health under load, p50 (p99)",
-        None,
-        shown[0],
-        shown[1],
-        theirs and "%.1f ×" % (theirs[1] / ours[1]),
-        "p99 under 25 ms",
-        ours[1] < 0.025,
-    )
+def ratio(larger, smaller):
+    return larger.p50 / smaller.p50 if larger and smaller else None
 
 
-def bench_refusals(table, other):
-    for status, env in (
-        (401, {"STRATA_WORKER_TOKEN": "t", "STRATA_WORKER_HOST": "127.0.0.1"}),
-        (503, {"STRATA_WORKER_MAX_CONCURRENT": "1"}),
-    ):
-
-        def measure(worker, status=status):
-            if status == 503:
-                holder = threading.Thread(
-                    target=lambda: ask(connect(worker.port), b"".join(push("import time\ntime.sleep(4)")))
-                )
-                holder.start()
-                time.sleep(1)
-            result = refusal(worker, status)
-            if status == 503:
-                holder.join()
-            return result
-
-        (seconds, size), _ = pair(None, measure, **env)
-        table.row(
-            "a 256 MiB upload refused, %d" % status,
-            None,
-            "%s, at most %s read" % (ms(seconds), mib(size)),
-            None,
-            None,
-            "20 ms, 1 MiB",
-            seconds < 0.02 and size < MIB,
-        )
+def reaches(part, floor, ours):
+    """Whether a rate is this part of the floor's, by their times."""
+    return bool(floor and ours and floor.p50 >= part * ours.p50)
 
 
-def bench_locked(table, count):
-    sys.path.insert(0, str(HERE))
-    import test_worker
-
-    with tempfile.TemporaryDirectory() as folder:
-        block = test_worker.lock_block(Path(folder) / "notebook")
-        with test_worker.WorkerProcess(
-            STRATA_WORKER_ENV_ROOT=folder + "/envs", PATH=test_worker.path_with_uv()
-        ) as client:
-            client.run("import six", environment=block, timeout_seconds=60)
-            time.sleep(2)
-            plain, locked = ([], [])
-            for _ in range(count):
-                plain.append(timed(lambda: client.run("x = 1")))
-                locked.append(timed(lambda: client.run("x = 1", environment=block)))
-    extra = statistics.median(locked) - statistics.median(plain)
-    table.row(
-        "a cell in a locked environment",
-        ms(statistics.median(plain)),
-        ms(statistics.median(locked)),
-        None,
-        None,
-        "within 20 ms of a plain cell",
-        extra < 0.02,
-    )
+def failing(make, *arguments):
+    """What ``make`` gives, or a call that raises what it raised: that belongs in the table."""
+    try:
+        return make(*arguments)
+    except (Failed, OSError) as problem:
+        return lambda text=str(problem): stop(text)
 
 
 def main():
@@ -678,23 +912,22 @@ def main():
     parser.add_argument("--quick", action="store_true", help="under two minutes")
     parser.add_argument("--vs", metavar="COMMAND", help="another worker's command, with {port} in it")
     options = parser.parse_args()
-    count, seconds = (30, 3) if options.quick else (200, 10)
-    print(
-        "%s, %d cores, Python %s, Linux %s\n"
-        % (time.strftime("%Y-%m-%d"), os.cpu_count(), sys.version.split()[0], os.uname().release)
-    )
-    table = Table(options.vs)
-    bench_cells(table, options.vs, count)
-    bench_rate(table, options.vs, seconds)
-    bench_copies(table, options.vs, options.quick)
-    bench_memory(table, options.vs, options.quick)
-    bench_process(table, options.vs)
-    bench_health(table, options.vs, seconds)
-    bench_refusals(table, options.vs)
+    bench = Bench(options.vs, options.quick)
+
+    def on_alarm(*_):
+        raise OutOfTime
+
+    signal.signal(signal.SIGALRM, on_alarm)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every with: no worker is left behind
+    signal.alarm(bench.limit)
+    bench.head()
     try:
-        bench_locked(table, count // 2)
-    except BaseException as problem:  # no uv, or no pytest for its helpers
-        print("\nlocked environments were not measured: %s" % problem)
+        bench.run()
+    except OutOfTime:
+        sys.exit("\nstopped after %d s: rows that are not here were not measured" % bench.limit)
+    except Failed as problem:
+        sys.exit("\nstopped: %s" % problem)
+    print("\n%.0f s; load average at the end %.1f" % (time.monotonic() - bench.began, os.getloadavg()[0]))
 
 
 if __name__ == "__main__":

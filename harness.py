@@ -2191,7 +2191,8 @@ def batches_of(value):
     table = convert(value) if convert else None
     metadata = dict(table.schema.metadata) if table is not None else {}
     if metadata.pop(SHAPE, None) != b"table":
-        raise TypeError(f"a transform gives back a table, not a value of type {type(value).__name__}")
+        kind = type(value).__name__
+        raise TypeError(f"a transform gives back a table, not a value of type {kind}")
     kept = {key: item for key, item in metadata.items() if not key.startswith(b"strata.arrow.")}
     return table.replace_schema_metadata(kept or None).to_reader()
 
@@ -2358,6 +2359,8 @@ def serve_forks(fd: int, preload: list) -> None:
     imported = import_all(preload)
     become_subreaper()
     gc_freeze()
+    if preload:
+        use_large_pages()
     try:
         control.sendall(json.dumps({"ready": True, **imported}).encode() + b"\n")
     except OSError:
@@ -2384,6 +2387,42 @@ def gc_freeze() -> None:
 
     gc.collect()
     gc.freeze()
+
+
+LARGE_PAGE = 2 * 1024 * 1024
+
+
+def use_large_pages() -> None:
+    """Have the kernel (6.1 or newer) keep what is imported in pages of 2 MiB where it can.
+
+    A fork copies the table of pages and an exit takes it down, and that is most of what a small
+    cell costs: with a table of a third of the size, a third less. Where a cell writes it gets
+    small pages of its own as before.
+    """
+    HUGEPAGE, NOHUGEPAGE, COLLAPSE = 14, 15, 25
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    for start, end in private_memory():
+        madvise(start, end - start, HUGEPAGE)
+        for page in range(start, end, LARGE_PAGE):
+            madvise(page, LARGE_PAGE, COLLAPSE)
+        madvise(start, end - start, NOHUGEPAGE)  # what is allocated later shall come in small ones
+
+
+def private_memory() -> list:
+    """The stretches of this process's own writable memory that hold whole large pages."""
+    found = []
+    with open("/proc/self/maps") as maps:
+        for fields in map(str.split, maps):
+            start, end = (int(place, 16) for place in fields[0].split("-"))
+            start, end = -(-start // LARGE_PAGE) * LARGE_PAGE, end // LARGE_PAGE * LARGE_PAGE
+            if fields[1].startswith("rw-p") and fields[5:] in ([], ["[heap]"]) and start < end:
+                found.append((start, end))
+    return found
 
 
 def prctl(option: int, value: int) -> None:

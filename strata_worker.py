@@ -2643,6 +2643,7 @@ class LiveStream:
 # the order to kill. When the worker dies, however it dies, every lifeline closes.
 
 
+@functools.lru_cache(maxsize=None)
 def sibling(name):
     """The path of ``harness.py`` or ``harness.R``, beside this file; an install renames them."""
     here = Path(__file__).resolve().parent
@@ -7373,6 +7374,7 @@ def main(argv=None):
         sys.exit("strata-worker: %s" % problem)
     set_up_log(worker.settings)
     hide_secrets(os.environ)
+    give_back_memory()
     warn_of_exposure(worker.settings)
     try:
         worker.start()
@@ -7380,6 +7382,15 @@ def main(argv=None):
         sys.exit("strata-worker: %s" % problem)
     serve_until_signalled(worker)
     return 1 if worker.failure else 0
+
+
+def give_back_memory():
+    """Python has compiled this file if it was run as a script: 12 MiB that are free, but still held."""
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        with contextlib.suppress(AttributeError):  # a C library other than glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 class JSONFormatter(logging.Formatter):
