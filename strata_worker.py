@@ -859,7 +859,7 @@ def header_parameters(value):
         parameters[name.lower()] = re.sub(r'\\(["\\])', r"\1", quoted) or token.strip()
     for name in [name for name in parameters if name.endswith("*")]:
         charset, _, rest = parameters.pop(name).partition("'")
-        with contextlib.suppress(LookupError):  # an unknown charset leaves the plain one
+        if charset.lower() in ("", "utf-8", "us-ascii", "iso-8859-1"):  # any other leaves the plain one
             parameters[name[:-1]] = urllib.parse.unquote(rest.partition("'")[2], charset or "utf-8")
     return value.partition(";")[0].strip().lower(), parameters
 

@@ -62,7 +62,9 @@ from strata_worker import (
 
 HERE = Path(strata_worker.__file__).resolve().parent
 
-hypothesis_settings.register_profile("worker", deadline=None, max_examples=100)
+# For a fuzz run of minutes: STRATA_TEST_EXAMPLES=20000 python -m pytest -k "parser or form or head"
+EXAMPLES = int(os.environ.get("STRATA_TEST_EXAMPLES", "100"))
+hypothesis_settings.register_profile("worker", deadline=None, max_examples=EXAMPLES)
 hypothesis_settings.load_profile("worker")
 
 
@@ -767,6 +769,12 @@ def test_names_travel_as_raw_utf_8_and_as_rfc_8187():
         "--B\r\nContent-Disposition: form-data; name=n; filename=\"x\"; filename*=UTF-8''%e2%82%ac.csv\r\n\r\n2\r\n--B--"
     ).encode()
     assert parse_form(body) == [("Žluť-26925fcf.json", "a", b"1"), ("n", "€.csv", b"2")]
+
+
+@pytest.mark.parametrize("charset", ["\x16\0\0UT", "idna", "hex", "undefined", "utf-16", "x" * 500])
+def test_a_charset_that_no_name_is_in_leaves_the_plain_name(charset):
+    value = "form-data; name=n; filename=plain; filename*=%s''%%e2%%82" % charset
+    assert strata_worker.header_parameters(value)[1]["filename"] == "plain"
 
 
 def test_a_quoted_boundary_is_taken_without_its_quotes():
