@@ -1848,14 +1848,81 @@ def attribute_values(item):
 # --------------------------------------------------------------------------------------------
 
 
+# A stream is in a flood from so many writes within so many seconds on; until then every line is
+# a write of its own. In one it is flushed so often, until a period brings less than this.
+FLOOD_WRITES, FLOOD_SECONDS = 500, 0.25
+FLOOD_PERIOD, FLOOD_BYTES = 0.02, 4096
+
+
+class ConsoleFile(_io.FileIO):
+    """Descriptor 1 or 2 below a text stream; it notices when lines come in a flood.
+
+    A write for each line makes printing a million lines take several times as long as it takes
+    plain Python. In a flood a thread has the stream collect lines, flushes it, and is gone again
+    soon after. It is never there in a fork: Python warns of forks with threads, and what the
+    stream holds would be printed twice.
+    """
+
+    def __init__(self, fd: int):
+        super().__init__(fd, "w", closefd=False)
+        self.name = {1: "<stdout>", 2: "<stderr>"}[fd]
+        self.writes = self.size = 0
+        self.since = time.monotonic()
+        self.stream = _io.TextIOWrapper(
+            _io.BufferedWriter(self), "utf-8", "backslashreplace", line_buffering=True
+        )
+        self.stream.mode = "w"
+        self.stopping = False
+        self.thread = _thread.allocate_lock()  # held while there is one
+        os.register_at_fork(before=self.calm)
+
+    def write(self, data) -> int:
+        size = super().write(data)
+        self.writes += 1
+        self.size += size
+        if self.writes == FLOOD_WRITES:
+            now = time.monotonic()
+            if now - self.since < FLOOD_SECONDS and self.thread.acquire(False):
+                self.start()
+            self.writes, self.since = 0, now
+        return size
+
+    def start(self) -> None:
+        self.stopping = False
+        try:
+            _thread.start_new_thread(self.collect, ())
+        except RuntimeError:  # no thread to be had: a write for each line, then
+            self.thread.release()
+
+    def collect(self) -> None:
+        """The thread, for as long as the flood lasts."""
+        try:
+            self.stream.reconfigure(line_buffering=False)
+            last = -FLOOD_BYTES
+            while not self.stopping and self.size - last >= FLOOD_BYTES:
+                last = self.size
+                time.sleep(FLOOD_PERIOD)
+                self.stream.flush()
+            self.stream.reconfigure(line_buffering=True)
+        except ValueError:
+            pass  # the cell has closed the stream
+        finally:
+            self.thread.release()
+
+    def calm(self) -> None:
+        """End the thread, whose last act is to flush."""
+        self.stopping = True
+        with self.thread:
+            pass
+
+
 class Console:
     """The cell's standard streams. They are flushed at each line's end, so that what Python, C
-    code and child processes print to descriptors 1 and 2 stays in order."""
+    code and child processes print to descriptors 1 and 2 stays in order; but for floods."""
 
     def __init__(self):
-        for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        sys.stdout = sys.__stdout__ = ConsoleFile(1).stream
+        sys.stderr = sys.__stderr__ = ConsoleFile(2).stream
         self.streams = (sys.stdout, sys.stderr)
         self.libc = line_buffered_libc()
 
@@ -2791,8 +2858,9 @@ def refresh(launch: dict) -> None:
     replace_environment(launch["env"])
     time.tzset()
     sys.argv[:] = [__file__, launch["manifest"]]
-    for name, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
-        stream = open(fd, "r" if fd == 0 else "w", encoding="utf-8", closefd=False)
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
+    for name, fd in (("stdout", 1), ("stderr", 2)):  # until the run's Console
+        stream = open(fd, "w", encoding="utf-8", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, "__%s__" % name, stream)
 

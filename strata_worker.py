@@ -5233,7 +5233,7 @@ class Tally:
     # Seconds. A forked cell takes milliseconds, a locked environment minutes.
     BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
     OUTCOMES = ("ok", "raised", "timeout", "cancelled", "failed")
-    PHASES = ("queued", "staging", "running", "answering")
+    PHASES = ("queued", "staging", "running", "answering")  # of a Run
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -5443,8 +5443,6 @@ class Run:
     on the run: cancelling calls it, once.
     """
 
-    PHASES = ("queued", "staging", "running", "answering")
-
     def __init__(self, folder, gpu):
         self.folder = folder
         self.gpu = gpu
@@ -5456,7 +5454,7 @@ class Run:
         self.interrupts = []
         self.lock = threading.Lock()
         self.started = time.monotonic()
-        self.seconds = dict.fromkeys(self.PHASES, 0.0)
+        self.seconds = dict.fromkeys(Tally.PHASES, 0.0)
         self.bytes_in = self.bytes_out = 0
         self.trace = {}  # the W3C trace context it was asked for in
         self.mounts = None  # its Mounts

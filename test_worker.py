@@ -5507,6 +5507,50 @@ def test_the_console_keeps_the_order_of_python_c_and_children(run_cell):
     assert "no newline" in ran.stdout and "end" in ran.stdout and ran.stderr == "err\n"
 
 
+FLOOD = "import os, sys, time\nfor number in range(300_000): print('line', number)\n"
+FLOODED = "".join("line %d\n" % number for number in range(300_000))
+
+
+def test_a_flood_of_lines_is_not_a_write_for_each(run_cell):
+    need(Path("/proc/self/io").exists(), "needs /proc")
+    count = "int(open('/proc/self/io').read().split('syscw: ')[1].split()[0])"
+    ran = run_cell("before = %s\n%sprint(%s - before, file=sys.stderr)" % (count, FLOOD, count))
+    assert ran.stdout == FLOODED and int(ran.stderr) < 100_000
+
+
+def test_what_a_flood_leaves_in_a_buffer_is_on_its_way_without_another_print(run_cell):
+    wait = """
+until = time.monotonic() + 10
+while os.fstat(1).st_size < %d and time.monotonic() < until: time.sleep(0.01)
+print(os.fstat(1).st_size, file=sys.stderr)
+"""
+    ran = run_cell(FLOOD + wait % len(FLOODED))
+    assert ran.stdout == FLOODED and int(ran.stderr) == len(FLOODED)
+
+
+def test_a_fork_in_a_flood_prints_nothing_twice_and_finds_no_thread(run_cell):
+    forks = """
+import warnings
+warnings.simplefilter("error")
+for child in range(5):
+    print("before", child)
+    pid = os.fork()
+    if not pid:
+        print("child", child)
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+    ran = run_cell(FLOOD + forks)
+    ends = "".join("before %d\nchild %d\n" % (child, child) for child in range(5))
+    assert ran.error is None and ran.stdout == FLOODED + ends
+
+
+def test_a_stream_that_is_closed_in_a_flood_harms_nobody(run_cell):
+    ran = run_cell(FLOOD + "sys.stdout.close()\nx = 1")
+    assert ran.error is None and "x" in ran.variables and ran.stdout == FLOODED
+
+
 def test_any_text_can_be_printed(run_cell):
     ran = run_cell("print('\\ud800 žluť \\0')", env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
     assert ran.stdout == "\\ud800 žluť \0\n" and ran.error is None
