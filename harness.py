@@ -100,6 +100,18 @@ MODULE_TYPE = type(sys)
 FUNCTION_TYPE = type(own_copy)
 
 
+C_LIBRARY = []
+
+
+def c_library():
+    """The C library by ctypes; looked up once, and before the fork where a process is one."""
+    if not C_LIBRARY:
+        import ctypes
+
+        C_LIBRARY.append(ctypes.CDLL(None))
+    return C_LIBRARY[0]
+
+
 def library(name: str):
     """The module *name* if something has imported it already, else None: never an import."""
     return sys.modules.get(name)
@@ -1945,7 +1957,7 @@ def line_buffered_libc():
     try:
         import ctypes
 
-        libc = ctypes.CDLL(None)
+        libc = c_library()
         name = "__stdoutp" if sys.platform == "darwin" else "stdout"
         line_buffered = 1  # _IOLBF, on Linux and macOS alike
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, line_buffered, 0)
@@ -2391,9 +2403,7 @@ def flush_everything() -> None:
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         flush(stream)
     try:
-        import ctypes
-
-        ctypes.CDLL(None).fflush(None)
+        c_library().fflush(None)
     except BaseException:
         pass
 
@@ -2471,7 +2481,7 @@ def use_large_pages() -> None:
         return
     import ctypes
 
-    madvise = ctypes.CDLL(None).madvise
+    madvise = c_library().madvise
     madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
     for start, end in private_memory():
         madvise(start, end - start, HUGEPAGE)
@@ -2494,9 +2504,7 @@ def private_memory() -> list:
 
 def prctl(option: int, value: int) -> None:
     if sys.platform.startswith("linux"):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        c_library().prctl(option, value, 0, 0, 0)
 
 
 def become_subreaper() -> None:
@@ -2891,7 +2899,7 @@ def reseed() -> None:
     """Python's random seeds itself after a fork; numpy's does not, and tempfile keeps a choice."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
-        numpy_random.seed()
+        numpy_random.seed(list(os.urandom(32)))  # as good as none, and six times as quick
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
         tempfile.tempdir = None
