@@ -33,7 +33,9 @@ that needs to know of it.
     Jobs            executions whose callers come back for the result
     Routes          which request is whose
     Relay           the same requests, over a WebSocket that the worker opens
-    Command line    starting and stopping
+    Worker          all of the above, started and stopped together
+    Tools           a check of this machine, one file run as a cell, one file to copy
+    Command line    flags, signals, the log
 
 A server thread never runs a cell itself: ``harness.py --fork-server`` forks them,
 reaps them and ends whatever they leave behind.
@@ -2643,14 +2645,90 @@ class LiveStream:
 # the order to kill. When the worker dies, however it dies, every lifeline closes.
 
 
+class RunRoot:
+    """The folder that holds the folders of this worker's runs.
+
+    It is locked while the worker lives, so that the next one to start can tell, and sweep,
+    what a worker left that was killed.
+    """
+
+    PREFIX = "strata-worker-"
+
+    def __init__(self, parent):
+        self.parent = Path(parent or tempfile.gettempdir())
+        self.sweep()
+        # Named only once it is locked: another worker that starts now would sweep it.
+        unnamed = Path(tempfile.mkdtemp(prefix="." + self.PREFIX, dir=self.parent))
+        self.lock = self.locked(unnamed)
+        self.path = unnamed.rename(unnamed.with_name(unnamed.name[1:]))
+        self.numbers = iter(range(1, sys.maxsize))
+
+    @staticmethod
+    def locked(path):
+        """A descriptor that holds the folder's lock, or None if another process has it."""
+        import fcntl
+
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def sweep(self):
+        for left in self.parent.glob(self.PREFIX + "*"):
+            with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+                if left.lstat().st_uid != os.getuid():
+                    continue
+                fd = self.locked(left)
+                if fd is not None:
+                    log.info("removing %s, left by a worker that was killed", left)
+                    remove_tree(left)
+                    os.close(fd)
+
+    def new_folder(self):
+        folder = self.path / ("run-%d" % next(self.numbers))
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def close(self):
+        remove_tree(self.path)
+        os.close(self.lock)
+
+
+HARNESSES = ("harness.py", "harness.R")
+
+
 @functools.lru_cache(maxsize=None)
 def sibling(name):
     """The path of ``harness.py`` or ``harness.R``, beside this file; an install renames them."""
     here = Path(__file__).resolve().parent
+    if here.is_file():
+        return str(unpacked_harnesses(here) / name)
     for candidate in (here / name, here / ("strata_worker_" + name)):
         if candidate.is_file():
             return str(candidate)
     raise FileNotFoundError("strata-worker needs %s beside %s" % (name, Path(__file__).name))
+
+
+@functools.lru_cache(maxsize=None)
+def unpacked_harnesses(archive):
+    """A folder with the harnesses of a zipapp, for the programs that run them; gone at the end."""
+    import zipfile
+
+    root = RunRoot(None)
+    atexit.register(root.close)
+    with zipfile.ZipFile(archive) as bundle:
+        for name in HARNESSES:
+            bundle.extract(name, root.path)
+    return root.path
+
+
+def own_command():
+    """How this program is started again: as a script or as a zipapp."""
+    here = Path(__file__).resolve()
+    return [sys.executable, str(here.parent if here.parent.is_file() else here)]
 
 
 LAUNCH_SECONDS = 5  # for a fork server to say that it has forked; it takes milliseconds
@@ -4582,7 +4660,7 @@ class MountHelper:
 
     def __enter__(self):
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--mount-helper"],
+            [*own_command(), "--mount-helper"],
             env=cell_environment(os.environ, ()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -5295,58 +5373,6 @@ def gauge(name, doc, value):
 # ---------------------------------------------------------------------------------------
 
 
-class RunRoot:
-    """The folder that holds the folders of this worker's runs.
-
-    It is locked while the worker lives, so that the next one to start can tell, and sweep,
-    what a worker left that was killed.
-    """
-
-    PREFIX = "strata-worker-"
-
-    def __init__(self, parent):
-        self.parent = Path(parent or tempfile.gettempdir())
-        self.sweep()
-        # Named only once it is locked: another worker that starts now would sweep it.
-        unnamed = Path(tempfile.mkdtemp(prefix="." + self.PREFIX, dir=self.parent))
-        self.lock = self.locked(unnamed)
-        self.path = unnamed.rename(unnamed.with_name(unnamed.name[1:]))
-        self.numbers = iter(range(1, sys.maxsize))
-
-    @staticmethod
-    def locked(path):
-        """A descriptor that holds the folder's lock, or None if another process has it."""
-        import fcntl
-
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        return fd
-
-    def sweep(self):
-        for left in self.parent.glob(self.PREFIX + "*"):
-            with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-                if left.lstat().st_uid != os.getuid():
-                    continue
-                fd = self.locked(left)
-                if fd is not None:
-                    log.info("removing %s, left by a worker that was killed", left)
-                    remove_tree(left)
-                    os.close(fd)
-
-    def new_folder(self):
-        folder = self.path / ("run-%d" % next(self.numbers))
-        folder.mkdir(mode=0o700)
-        return folder
-
-    def close(self):
-        remove_tree(self.path)
-        os.close(self.lock)
-
-
 class Slots:
     """How many cells at once, and which GPU each gets. Only a job waits for one; all others are refused."""
 
@@ -5800,6 +5826,10 @@ class Executor:
             )
         )
         env = {**self.env, **cell.env} if lease is None else activated(self.env, cell.env, lease, cell.language)
+        if cell.language == "r" and "TMPDIR" not in cell.env:
+            # Every R makes a folder there, which one that is killed leaves behind.
+            env["TMPDIR"] = str(run.folder / "tmp")
+            (run.folder / "tmp").mkdir()
         env.update((name.upper(), value) for name, value in run.trace.items())
         if run.gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = run.gpu  # over the caller's: the slot is what was admitted
@@ -5985,18 +6015,20 @@ def presigned_form(fields, bundle):
 
     The stores read up to the file and ignore what follows, so it is last.
     """
+    parts = [(name, None, None, [str(value).encode()]) for name, value in fields.items()]
+    return form_body([*parts, ("file", bundle.file_name, bundle.content_type, bundle.pieces)])
+
+
+def form_body(parts):
+    """The Content-Type and body of a form of (name, file name, content type, pieces)."""
     boundary = "strata-" + os.urandom(16).hex()
-    head = "".join(
-        '--%s\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (boundary, quoted(name), value)
-        for name, value in fields.items()
-    )
-    head += '--%s\r\nContent-Disposition: form-data; name="file"; filename="%s"\r\nContent-Type: %s\r\n\r\n' % (
-        boundary,
-        bundle.file_name,
-        bundle.content_type,
-    )
-    tail = "\r\n--%s--\r\n" % boundary
-    return "multipart/form-data; boundary=" + boundary, [head.encode(), *bundle.pieces, tail.encode()]
+    body = []
+    for name, file, content_type, pieces in parts:
+        head = '--%s\r\nContent-Disposition: form-data; name="%s"' % (boundary, quoted(name))
+        head += '; filename="%s"' % quoted(file) if file else ""
+        head += "\r\nContent-Type: " + content_type if content_type else ""
+        body += [head.encode() + b"\r\n\r\n", *pieces, b"\r\n"]
+    return "multipart/form-data; boundary=" + boundary, [*body, b"--%s--\r\n" % boundary.encode()]
 
 
 def quoted(name):
@@ -7105,7 +7137,7 @@ def dial_waits():
 
 
 # ---------------------------------------------------------------------------------------
-# Command line: starting and stopping
+# Worker: all of the above, started and stopped together
 # ---------------------------------------------------------------------------------------
 
 
@@ -7133,7 +7165,7 @@ class Worker:
         self.url = None  # none through a relay, where nothing listens
 
     def start(self):
-        for name in ("harness.py", "harness.R"):
+        for name in HARNESSES:
             sibling(name)  # said at start, not by the first cell
         self.check_transforms()
         with contextlib.ExitStack() as stack:
@@ -7318,6 +7350,363 @@ def is_loopback(host):
         return host == "localhost"
 
 
+# ---------------------------------------------------------------------------------------
+# Tools: a check of this machine, one file run as a cell, one file to copy
+# ---------------------------------------------------------------------------------------
+#
+# What a person runs who has no notebook at hand. Cells go the whole way, over HTTP to a
+# worker in this process, so that what works here works for a server.
+
+
+class Trial:
+    """A worker of this process's own, on a free port of loopback, that nobody else may use."""
+
+    def __init__(self, **given):
+        for field in dataclasses.fields(Settings):  # where and how to listen is not for this one
+            if field.metadata["flag"] and field.name not in ("max_concurrent", "gpu_slots", "log_level"):
+                os.environ.pop(field.metadata["env"], None)
+        self.token = os.urandom(16).hex()
+        self.worker = Worker(host="127.0.0.1", port=0, token=self.token, **given)
+
+    def __enter__(self):
+        set_up_log(dataclasses.replace(self.worker.settings, log_level="warning"))
+        hide_secrets(os.environ)
+        self.worker.start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self.worker.stop(0 if exc_info[0] else KILL_SECONDS)
+
+    def run(self, source, folder, inputs=(), **params):
+        """Run a cell; its bundle's manifest, its files unpacked in ``folder``. WorkerError as the worker answers.
+
+        ``inputs`` are (name, format, path).
+        """
+        entries = [{"name": name, "format": kind, "file": path.name} for name, kind, path in inputs]
+        transform = {"ref": TRANSFORM_REF, "params": {"source": source, **params}}
+        metadata = {"protocol_version": PROTOCOL, "transform": transform, "inputs": entries}
+        parts = [("metadata", "metadata.json", "application/json", [json.dumps(metadata).encode()])]
+        parts += [(name, path.name, None, [FileSlice(str(path), path.stat().st_size)]) for name, _, path in inputs]
+        self.post(*form_body(parts), folder.with_name(folder.name + ".tar"))
+        unpack_folder(folder.with_name(folder.name + ".tar"), folder, lambda: None)
+        folder.with_name(folder.name + ".tar").unlink()
+        return json.loads((folder / "manifest.json").read_text())
+
+    def post(self, content_type, body, bundle):
+        host, port = self.worker.server.address
+        headers = {"Content-Type": content_type, "Content-Length": str(body_size(body))}
+        headers["Authorization"] = "Bearer " + self.token
+        with contextlib.closing(http.client.HTTPConnection(host, port)) as connection:
+            connection.request("POST", "/v1/execute", read_pieces(body, Halt()), headers)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                told = json.loads(answer.read())
+                raise WorkerError(answer.status, told.get("detail") or told.get("error"))
+            with open(bundle, "xb") as file:
+                shutil.copyfileobj(answer, file, CHUNK)
+
+
+def print_table(rows):
+    """Rows of text, each column as wide as its widest."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join("%-*s" % pair for pair in zip(widths, row, strict=True)).rstrip())
+
+
+# One file, run as a cell.
+
+
+def run_tool(argv):
+    """``strata-worker run CELL``: the console and a table of what the cell left; 0 if it succeeded."""
+    parser = argparse.ArgumentParser(prog="strata-worker run", description="Run one file as a cell.")
+    parser.add_argument("cell", type=Path, help="the cell's source: .py, or .R")
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        type=parse_input_file,
+        metavar="NAME=FILE",
+        help="a variable of the cell; its format is told by the file's extension (%s), and any other "
+        "file is a Path. A folder is one, too" % " ".join(sorted(EXTENSIONS.values())),
+    )
+    parser.add_argument("--env", action="append", default=[], type=parse_variable, metavar="NAME=VALUE")
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a new folder for the bundle's files")
+    options = parser.parse_args(argv)
+    if options.out and options.out.exists():
+        parser.error("--out %s is there already" % options.out)
+    try:
+        source = options.cell.read_text(encoding="utf-8")
+    except (OSError, ValueError) as problem:
+        parser.error("%s cannot be read: %s" % (options.cell, problem))
+    return run_file(options, source)
+
+
+def run_file(options, source):
+    params = {"timeout_seconds": options.timeout, "env": dict(options.env)}
+    if options.cell.suffix.lower() == ".r":
+        params["language"] = "r"
+    with tempfile.TemporaryDirectory(prefix="strata-run-") as folder, Trial() as trial:
+        unpacked, inputs = Path(folder, "bundle"), []
+        try:
+            for number, entry in enumerate(options.input):
+                inputs.append(as_sent(*entry, Path(folder, str(number))))
+            manifest = trial.run(source, unpacked, inputs, **params)
+        except (WorkerError, OSError) as problem:
+            print("strata-worker: %s" % problem, file=sys.stderr)
+            return 1
+        show_run(manifest, unpacked)
+        if options.out:
+            shutil.move(unpacked, options.out)
+    return 0 if manifest["success"] else 1
+
+
+def parse_input_file(text):
+    name, _, path = text.partition("=")
+    if not name.isidentifier() or not path or not Path(path).exists():
+        raise argparse.ArgumentTypeError("%r is not NAME=FILE with a file or folder that is there" % text)
+    return name, Path(path)
+
+
+def parse_variable(text):
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise argparse.ArgumentTypeError("%r is not NAME=VALUE" % text)
+    return name, value
+
+
+def as_sent(name, path, scratch):
+    """An input as it is sent: (name, format, file). A folder becomes a tar, an Arrow file a stream."""
+    scratch.mkdir()
+    if path.is_dir():
+        tar = scratch / (path.resolve().name + ".dir.tar")
+        with tarfile.open(tar, "w") as folder:
+            folder.add(path, arcname=".", filter=lambda member: member if member.isreg() or member.isdir() else None)
+        return name, "dir/tar", tar
+    kinds = [kind for kind, extension in EXTENSIONS.items() if path.name.endswith(extension)]
+    kind = kinds[0] if kinds else "file/path"
+    if kind == "arrow/ipc":
+        with open(path, "rb") as file:
+            if file.read(6) == b"ARROW1":
+                return name, kind, arrow_stream(path, scratch / path.name)
+    return name, kind, path
+
+
+def arrow_stream(path, target):
+    """A copy of an Arrow (Feather) file as the stream that cells are given."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError:
+        raise OSError("%s is an Arrow file, not a stream; pyarrow is needed to read it" % path) from None
+    with pyarrow.ipc.open_file(str(path)) as file, pyarrow.ipc.new_stream(str(target), file.schema) as stream:
+        for number in range(file.num_record_batches):
+            stream.write_batch(file.get_batch(number))
+    return target
+
+
+def show_run(manifest, folder):
+    for stream, name in ((sys.stdout, "stdout_file"), (sys.stderr, "stderr_file")):
+        with open(folder / manifest[name], encoding="utf-8", newline="") as text:
+            shutil.copyfileobj(text, stream)
+    if not manifest["success"]:
+        print(manifest["traceback"] or manifest["error"], file=sys.stderr)
+    rows = [result_row(name, entry) for name, entry in manifest["variables"].items()]
+    rows += [
+        ("%s/%s" % (name, path), "file", "%d" % size, "")
+        for name, files in manifest.get("output_dirs", {}).items()
+        for path, size in files.items()
+    ]
+    if rows:
+        print_table([("variable", "content type", "bytes", "value"), *rows])
+
+
+def result_row(name, entry):
+    if "error" in entry:
+        return name, "-", "-", "cannot be kept: %s" % entry["error"]
+    shape = "%d rows: %s" % (entry["rows"], ", ".join(map(str, entry.get("columns", ())))) if "rows" in entry else None
+    preview = entry.get("preview", "")
+    value = shape or (preview if isinstance(preview, str) else json.dumps(preview, ensure_ascii=False, default=str))
+    value = " ".join(value.split())
+    return name, entry["content_type"], str(entry.get("bytes", "")), value if len(value) < 60 else value[:57] + "..."
+
+
+# A check of this machine.
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A cell that shows whether something works here, and what to do if it does not."""
+
+    what: str
+    source: str
+    content_type: str  # that the variable shall come back in
+    advice: str = ""
+    needed: bool = False
+    language: str = "python"
+    variable: str = "x"
+
+
+PROBES = (
+    Probe("Python cells", "x = 1 + 1", "json/object", "see the error", needed=True),
+    Probe("pickled values", "x = {1, 2}", "pickle/object", "see the error", needed=True),
+    Probe("functions of a cell", "x = lambda: 1", "pickle/object", "pip install cloudpickle"),
+    Probe("Arrow tables", "import pyarrow\nx = pyarrow.table({'a': [1]})", "arrow/ipc", "pip install pyarrow"),
+    Probe("numpy arrays", "import numpy\nx = numpy.arange(3)", "arrow/ipc", "pip install numpy pyarrow"),
+    Probe(
+        "pandas frames", "import pandas\nx = pandas.DataFrame({'a': [1]})", "arrow/ipc", "pip install pandas pyarrow"
+    ),
+    Probe(
+        "polars frames", "import polars\nx = polars.DataFrame({'a': [1]})", "arrow/ipc", "pip install polars pyarrow"
+    ),
+    Probe("torch tensors", "import torch\nx = torch.zeros(3)", "arrow/ipc", "pip install torch pyarrow"),
+    Probe(
+        "plots",
+        "import matplotlib.pyplot as p\np.plot([1, 2])\np.show()",
+        "image/png",
+        "pip install matplotlib",
+        variable="_",
+    ),
+    Probe("mounts", "from pyarrow import fs\nx = [fs.S3FileSystem.__name__]", "json/object", "pip install pyarrow"),
+    Probe("R cells", "x <- 1", "json/object", "install R, and its package jsonlite", language="r"),
+    Probe(
+        "R data frames",
+        "x <- data.frame(a = 1)",
+        "arrow/ipc",
+        'R: install.packages("arrow"), or "nanoarrow"',
+        language="r",
+    ),
+)
+
+
+def check_tool(argv):
+    """``strata-worker check``: what works here, what does not, and what to do; 0 if what is needed works."""
+    parser = argparse.ArgumentParser(
+        prog="strata-worker check", description="Say what this machine can run, by running it. Exit code 0 or 1."
+    )
+    parser.parse_args(argv)
+    rows, missing = [("what", "works", "")], 0
+    with tempfile.TemporaryDirectory(prefix="strata-check-") as folder, Trial() as trial:
+        for number, probe in enumerate(PROBES):
+            problem = failing(trial, probe, Path(folder, str(number)))
+            missing += bool(problem and probe.needed)
+            rows.append((probe.what, "no" if problem else "yes", problem and "%s (%s)" % (probe.advice, problem) or ""))
+        rows += [*machine_rows(trial.worker.machine), *disk_rows(trial.worker.settings)]
+    print_table(rows)
+    print("\n" + ("Something that every cell needs does not work." if missing else "This machine can run cells."))
+    return 1 if missing else 0
+
+
+def failing(trial, probe, folder):
+    """Why this does not work here, in a line; None where it does."""
+    params = {} if probe.language == "python" else {"language": probe.language}
+    try:
+        manifest = trial.run(probe.source, folder, timeout_seconds=120, **params)
+    except WorkerError as problem:
+        return problem.message.partition("\n")[0]
+    entry = manifest["variables"].get(probe.variable, {})
+    if not manifest["success"]:
+        return manifest["error"].partition("\n")[0]
+    if entry.get("content_type") != probe.content_type:
+        return entry.get("error", "it comes back as %s" % entry.get("content_type")).partition("\n")[0]
+    return None
+
+
+def machine_rows(machine):
+    """What the machine has beside what its cells can show."""
+    gpus = ", ".join(each["name"] for each in machine.hardware.get("accelerators", ()))
+    uv, renv = "install uv, and on Python 3.10 tomli", 'R: install.packages("renv")'
+    yield "locked environments", *(("yes", "") if machine.locks_python else ("no", uv))
+    yield "locked R environments", *(("yes", "") if machine.has_renv else ("no", renv))
+    yield "GPUs", *(("yes", gpus) if gpus else ("no", "nvidia-smi on PATH would tell of them"))
+
+
+def disk_rows(settings):
+    """The folders that the worker writes to, and the room in them."""
+    places = {
+        "folder of runs": settings.run_root or tempfile.gettempdir(),
+        "folder of environments": settings.env_root,
+        "cache of mounts": settings.mount_cache_dir,
+    }
+    for what, place in places.items():
+        path = Path(place).expanduser()
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
+        free = "%s, %.1f GiB free" % (path, shutil.disk_usage(there).free / 2**30)
+        yield what, *(("yes", free) if os.access(there, os.W_OK) else ("no", "%s cannot be written to" % path))
+
+
+# One file to copy.
+
+
+def write_zipapp(path):
+    """``--bundle FILE.pyz``: this worker, its harnesses, h11 and certifi in one file that Python runs.
+
+    The same bytes each time. It holds this Python's bytecode as well; another compiles for itself.
+    """
+    import zipfile
+
+    own = Path(__file__).resolve().parent
+    if own.is_file():  # a zipapp makes another by being copied
+        shutil.copy(own, path)
+        return 0
+    with open(path, "wb") as file:
+        file.write(b"#!/usr/bin/env python3\n")
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in zipapp_members():
+                archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    os.chmod(path, 0o755)
+    print("wrote %s: python %s --port 9000" % (path, path))
+    return 0
+
+
+def zipapp_members():
+    yield "__main__.py", "import sys\n\nimport strata_worker\n\nsys.exit(strata_worker.main())\n"
+    yield "strata_worker.py", Path(__file__).read_bytes()
+    yield "strata_worker.pyc", bytecode(__file__)
+    for name in HARNESSES:
+        yield name, Path(sibling(name)).read_bytes()
+    if Path(__file__).with_name("LICENSE").is_file():
+        yield "licences/strata-worker/LICENSE", Path(__file__).with_name("LICENSE").read_bytes()
+    for package in ("h11", "certifi"):
+        folder = Path(importlib.util.find_spec(package).origin).parent
+        for file in sorted(folder.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts and "tests" not in file.parts:
+                yield "/".join((package, *file.relative_to(folder).parts)), file.read_bytes()
+        yield from licences(package)
+
+
+def bytecode(source):
+    """Compiled once for all starts: unchecked, since it lies beside its source for good."""
+    import py_compile
+
+    with tempfile.TemporaryDirectory() as folder:
+        target = py_compile.compile(
+            source,
+            os.path.join(folder, "bytecode"),
+            "strata_worker.py",
+            doraise=True,
+            invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+        )
+        return Path(target).read_bytes()
+
+
+def licences(package):
+    import importlib.metadata
+
+    found = importlib.metadata.distribution(package).files or ()
+    for file in sorted(found):
+        if re.match(r"LICEN[CS]E|COPYING", file.name):
+            yield "licences/%s/%s" % (package, file.name), file.locate().read_bytes()
+
+
+TOOLS = {"check": check_tool, "run": run_tool}
+
+
+# ---------------------------------------------------------------------------------------
+# Command line: flags, signals, the log
+# ---------------------------------------------------------------------------------------
+
+
 def environment_table():
     """Every variable the worker reads, as the text of --help and of README."""
     rows = [(field.metadata["env"], field.metadata["doc"]) for field in dataclasses.fields(Settings)]
@@ -7328,7 +7717,9 @@ def environment_table():
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(
         prog="strata-worker",
-        description="Run the cells of a Strata notebook on this machine.",
+        usage="strata-worker [options] | strata-worker check | strata-worker run CELL [options]",
+        description="Run the cells of a Strata notebook on this machine. `check` says what works here; "
+        "`run` runs one file as a cell.",
         epilog="environment variables (a flag wins over its variable):\n" + environment_table(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -7337,6 +7728,11 @@ def parse_arguments(argv):
         "--print-env-path",
         metavar="PYTHON",
         help="print <interpreter>/<platform> of this Python, as a registry of environments names it, and end",
+    )
+    parser.add_argument(
+        "--bundle",
+        metavar="FILE.pyz",
+        help="write this worker, its harnesses, h11 and certifi as one file that Python runs, and end",
     )
     for field in dataclasses.fields(Settings):
         if field.metadata["flag"]:
@@ -7360,19 +7756,23 @@ def print_env_path(python):
 
 def main(argv=None):
     """The command ``strata-worker``. Returns the exit code."""
-    if (sys.argv[1:] if argv is None else argv) == ["--mount-helper"]:
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments == ["--mount-helper"]:
         mount_helper()  # does not return
-    given = parse_arguments(argv)
-    python = given.pop("print_env_path")
+    if arguments[:1] and arguments[0] in TOOLS:
+        return TOOLS[arguments[0]](arguments[1:])
+    given = parse_arguments(arguments)
+    python, bundle = given.pop("print_env_path"), given.pop("bundle")
     if python:
         return print_env_path(python)
+    if bundle:
+        return write_zipapp(bundle)
     try:
         worker = Worker(**given)
     except ValueError as problem:
         sys.exit("strata-worker: %s" % problem)
     set_up_log(worker.settings)
     hide_secrets(os.environ)
-    give_back_memory()
     warn_of_exposure(worker.settings)
     try:
         worker.start()
@@ -7380,15 +7780,6 @@ def main(argv=None):
         sys.exit("strata-worker: %s" % problem)
     serve_until_signalled(worker)
     return 1 if worker.failure else 0
-
-
-def give_back_memory():
-    """Python has compiled this file if it was run as a script: 12 MiB that are free, but still held."""
-    if sys.platform.startswith("linux"):
-        import ctypes
-
-        with contextlib.suppress(AttributeError):  # a C library other than glibc
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 class JSONFormatter(logging.Formatter):

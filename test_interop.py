@@ -600,6 +600,15 @@ def test_an_r_cell_runs_through_the_worker(interop_worker):
     assert failed.manifest["success"] is False and "boom" in failed.manifest["error"]
 
 
+def test_an_r_cell_that_is_killed_leaves_no_temporary_folder(tmp_path):
+    need(shutil.which("Rscript"), "needs Rscript")
+    with WorkerProcess(TMPDIR=str(tmp_path)) as client:
+        answer = client.execute("file.create(tempfile())\nSys.sleep(60)", language="r", timeout_seconds=2)
+        assert answer.status == 408
+        # A probe of R, for /health, removes its own.
+        eventually(lambda: not list(tmp_path.glob("**/Rtmp*")), "nothing of R is left")
+
+
 def test_an_r_lock_is_restored_once_and_used_by_the_cell(r_worker, r_lock):
     if not r_says('requireNamespace("renv", quietly = TRUE)'):
         pytest.skip("needs the R package renv")

@@ -40,9 +40,11 @@ import threading
 import time
 import types
 import urllib.parse
+import zipfile
 from pathlib import Path
 
 import pyarrow
+import pyarrow.feather
 import pyarrow.ipc
 import pytest
 from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
@@ -93,11 +95,11 @@ def eventually(condition, what, seconds=10):
 class WorkerProcess:
     """``python strata_worker.py --port 0``, its URL and its log."""
 
-    def __init__(self, *flags, folder=HERE, python=sys.executable, cwd=None, **env):
+    def __init__(self, *flags, folder=HERE, python=sys.executable, cwd=None, command=(), **env):
         clean = {name: value for name, value in os.environ.items() if not name.startswith("STRATA_")}
         self.log_file = tempfile.NamedTemporaryFile("r", prefix="worker-log-")
         self.process = subprocess.Popen(
-            [python, str(Path(folder) / "strata_worker.py"), "--port", "0", *flags],
+            [*(command or (python, str(Path(folder) / "strata_worker.py"))), "--port", "0", *flags],
             env={**clean, **env},
             cwd=cwd,
             stderr=open(self.log_file.name, "w"),
@@ -2948,6 +2950,170 @@ def test_a_bad_transform_is_refused_at_start(given):
 def test_a_transform_of_no_module_is_refused_at_start():
     done = run_command("--port", "0", "--transform", "x@v1=no_such_module:run")
     assert done.returncode == 1 and "no_such_module" in done.stderr and done.stderr.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------
+# Tools: check, run, and one file to copy
+# ---------------------------------------------------------------------------------------
+
+
+def rows_of(text):
+    """A table of the tools, as {first column: the rest of its line}."""
+    return {line.split("  ")[0]: line.split("  ", 1)[-1].split() for line in text.splitlines() if "  " in line}
+
+
+def test_check_tells_what_works_and_what_to_do_about_the_rest(tmp_path):
+    done = run_command("check", env={"STRATA_WORKER_TOKEN": "t0ken", "STRATA_WORKER_CONNECT": "ws://nowhere.invalid"})
+    rows = rows_of(done.stdout)
+    assert done.returncode == 0 and done.stdout.endswith("This machine can run cells.\n"), done
+    for what in ("Python cells", "pickled values", "Arrow tables", "pandas frames", "plots", "folder of runs"):
+        assert rows[what][0] == "yes", done.stdout
+    assert rows["R cells"][0] == ("yes" if shutil.which("Rscript") else "no")
+    absent = [words for words in rows.values() if words[0] == "no"]
+    assert all(len(words) > 2 for words in absent) and done.stderr == ""
+
+
+def test_check_fails_where_no_cell_can_run(tmp_path):
+    for name in ("strata_worker.py", "harness.R"):
+        shutil.copy(HERE / name, tmp_path)
+    (tmp_path / "harness.py").write_text("import sys; sys.exit(3)")
+    done = run_command("check", folder=tmp_path)
+    assert done.returncode == 1
+    assert rows_of(done.stdout)["Python cells"][0] == "no" and "does not work" in done.stdout
+
+
+def run_tool(cell, *arguments, **options):
+    return run_command("run", str(cell), *map(str, arguments), **options)
+
+
+def test_run_runs_a_file_as_a_cell_and_shows_what_it_left(tmp_path):
+    (tmp_path / "data.json").write_text("[1, 2, 3]")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "one.txt").write_text("1")
+    pyarrow.feather.write_feather(pyarrow.table({"a": [1, 2]}), tmp_path / "file.arrow")
+    (tmp_path / "stream.arrow").write_bytes(stream_of(pyarrow.table({"a": [3]})))
+    (tmp_path / "some.txt").write_text("text")
+    source = """
+import os, sys
+print("to stdout")
+print("to stderr", file=sys.stderr)
+total = sum(data) + len(file) + len(stream)
+names = [path.name for path in folder.iterdir()]
+text = some.read_text() + os.environ["GIVEN"]
+frame = file
+"""
+    (tmp_path / "cell.py").write_text(source)
+    inputs = ["data=data.json", "folder=folder", "file=file.arrow", "stream=stream.arrow", "some=some.txt"]
+    flags = [part for entry in inputs for part in ("--input", entry.replace("=", "=%s/" % tmp_path))]
+    done = run_tool(tmp_path / "cell.py", *flags, "--env", "GIVEN=-given", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("to stdout\n") and done.stderr == "to stderr\n"
+    rows = rows_of(done.stdout)
+    assert rows["total"] == ["json/object", "1", "9"]
+    assert rows["text"][2:] == ["text-given"] and rows["names"][2:] == ['["one.txt"]']
+    assert rows["frame"][0] == "arrow/ipc" and rows["frame"][2:] == ["2", "rows:", "a"]
+    assert json.loads((tmp_path / "out" / "files" / "total.json").read_text()) == 9
+    assert (tmp_path / "out" / "stdout.txt").read_text() == "to stdout\n"
+
+
+def test_run_of_a_cell_that_raises_is_1_with_its_traceback(tmp_path):
+    (tmp_path / "cell.py").write_text("print('before')\n1 / 0")
+    done = run_tool(tmp_path / "cell.py")
+    assert done.returncode == 1 and done.stdout == "before\n"
+    assert 'File "<cell>", line 2' in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+def test_run_of_a_cell_that_cannot_run_is_1_with_the_reason(tmp_path):
+    (tmp_path / "cell.py").write_text("import time; time.sleep(60)")
+    done = run_tool(tmp_path / "cell.py", "--timeout", "0.3")
+    assert done.returncode == 1 and "timeout" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_run_takes_an_r_file(tmp_path):
+    need(shutil.which("Rscript"), "needs Rscript")
+    (tmp_path / "cell.R").write_text("x <- 1:3\nprint(x)")
+    done = run_tool(tmp_path / "cell.R")
+    assert done.returncode == 0 and "[1] 1 2 3" in done.stdout and rows_of(done.stdout)["x"][0] == "json/object"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["none.py"], ["cell.py", "--input", "x"], ["cell.py", "--input", "x=none"], ["cell.py", "--out", "."], []],
+)
+def test_bad_usage_of_run_is_2_and_says_what_was_wrong(tmp_path, arguments, monkeypatch):
+    (tmp_path / "cell.py").write_text("x = 1")
+    monkeypatch.chdir(tmp_path)
+    done = run_command("run", *arguments)
+    assert done.returncode == 2 and "error: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tools_cell_finds_no_secret_and_leaves_no_folder(tmp_path):
+    (tmp_path / "cell.py").write_text(
+        "import os\nfound = [n for n in os.environ if 'TOKEN' in n or 'CREDENTIALS' in n]"
+    )
+    env = {"STRATA_WORKER_TOKEN": "t0ken", "STRATA_NOTEBOOK_CREDENTIALS": "{}", "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    done = run_tool(tmp_path / "cell.py", env=env)
+    assert rows_of(done.stdout)["found"][2:] == ["[]"], done
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def zipapp(tmp_path_factory):
+    path = tmp_path_factory.mktemp("zipapp") / "strata-worker.pyz"
+    done = run_command("--bundle", str(path))
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """A Python without site-packages, for the worker and for its cells."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    return str(folder / "bin" / "python")
+
+
+def test_a_zipapp_is_the_same_bytes_each_time_and_holds_what_it_needs(zipapp, tmp_path):
+    assert run_command("--bundle", str(tmp_path / "again.pyz")).returncode == 0
+    assert (tmp_path / "again.pyz").read_bytes() == zipapp.read_bytes()
+    names = zipfile.ZipFile(zipapp).namelist()
+    assert {"__main__.py", "harness.py", "harness.R", "h11/__init__.py", "certifi/cacert.pem"} <= set(names)
+    assert [name for name in names if name.startswith("licences/h11")]
+    assert [name for name in names if name.startswith("licences/certifi")]
+
+
+def test_a_zipapp_runs_where_there_is_nothing_but_python(zipapp, bare_python, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    worker = WorkerProcess(command=[bare_python, str(zipapp)], TMPDIR=str(tmp_path / "tmp"))
+    with worker as client:
+        assert client.health()["version"] == strata_worker.__version__
+        bundle = client.run("import sys\ny = x + [len(sys.path)]", [("x", "json/object", b"[1]")])
+        assert bundle.json("y")[0] == 1
+        answer = client.execute("import pyarrow")
+        assert "No module named 'pyarrow'" in answer.bundle.manifest["error"]
+        assert worker.stop() == 0
+    # A probe of R may outlive the worker for a moment, and then removes its own.
+    eventually(lambda: list((tmp_path / "tmp").iterdir()) == [], "nothing is left")
+
+
+def test_a_zipapp_has_the_tools_and_makes_another(zipapp, bare_python, tmp_path):
+    def ask(*arguments):
+        command = [bare_python, str(zipapp), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+
+    assert ask("--version").stdout.strip() == "strata-worker " + strata_worker.__version__
+    check = ask("check")
+    assert check.returncode == 0 and rows_of(check.stdout)["Arrow tables"][:4] == ["no", "pip", "install", "pyarrow"]
+    assert ask("--bundle", "copy.pyz").returncode == 0
+    assert (tmp_path / "copy.pyz").read_bytes() == zipapp.read_bytes()
+
+
+def test_a_zipapp_takes_mounts_where_pyarrow_is(zipapp):
+    mount = {"name": "data", "uri": "s3://bucket/x", "options": {"endpoint_url": "http://127.0.0.1:9", "anon": True}}
+    with WorkerProcess(command=[sys.executable, str(zipapp)], STRATA_WORKER_STALL_SECONDS="2") as client:
+        answer = client.execute("x = 1", mounts=[mount], timeout_seconds=10)
+    assert answer.status == 500 and "Could not connect" in answer.json["error"], answer.body  # the helper ran
 
 
 # ---------------------------------------------------------------------------------------
