@@ -12,6 +12,7 @@ Relay            the codec by itself, then a worker before relays on the websock
 Listening        the other ways in, each on a real worker
 Core             builds of a real server's POST /v1/materialize
 Jobs             a real server that polls
+Folders          a notebook with mounts and output folders, by every way that a server has
 """
 
 import base64
@@ -117,7 +118,7 @@ def strata():
     """The folder of an environment with the Strata server and strata-pool, made once."""
     python = new_python()
     need(python, "needs Python 3.12 or newer for strata-notebook")
-    folder = CACHE / "strata-notebook-0.11"
+    folder = CACHE / "strata-notebook-0.11-s3"
     if not (folder / "complete").exists():
         run(uv(), "venv", "--quiet", "--clear", "--python", python, folder)
         run(
@@ -127,7 +128,7 @@ def strata():
             "--quiet",
             "--python",
             folder / "bin" / "python",
-            "strata-notebook==0.11.*",
+            "strata-notebook[s3]==0.11.*",
             "strata-pool==0.11.*",
         )
         (folder / "complete").touch()
@@ -263,11 +264,11 @@ def server_environment(strata):
     return {**clean, "PATH": path, "MPLBACKEND": "Agg"}
 
 
-def run_notebook(strata, folder):
+def run_notebook(strata, folder, **env):
     """What ``strata run`` says of each cell, by its id."""
     done = subprocess.run(
         [str(strata / "bin" / "strata"), "run", str(folder), "--format", "json"],
-        env=server_environment(strata),
+        env={**server_environment(strata), **env},
         capture_output=True,
         text=True,
         timeout=300,
@@ -348,21 +349,27 @@ def test_cells_that_fail_are_told_apart_and_the_cell_after_them_runs(strata, not
 # ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def server(strata, notebooks):
-    """The URL of a live server in personal mode."""
+@contextlib.contextmanager
+def strata_server(strata, folder, **env):
+    """The URL of a live server in personal mode, over the notebooks in a folder."""
     port = free_port()
     env = {
         **server_environment(strata),
         "STRATA_PORT": str(port),
         "STRATA_HOST": "127.0.0.1",
-        "STRATA_CACHE_DIR": str(notebooks / "cache"),
-        "STRATA_ARTIFACT_DIR": str(notebooks / "artifacts"),
+        "STRATA_CACHE_DIR": str(folder / "cache"),
+        "STRATA_ARTIFACT_DIR": str(folder / "artifacts"),
+        **env,
     }
     url = "http://127.0.0.1:%d" % port
-    with serving(
-        [strata / "bin" / "strata-notebook", "--notebook-dir", notebooks], url + "/health", env=env, cwd=notebooks
-    ):
+    command = [strata / "bin" / "strata-notebook", "--notebook-dir", folder]
+    with serving(command, url + "/health", env=env, cwd=folder):
+        yield url
+
+
+@pytest.fixture(scope="session")
+def server(strata, notebooks):
+    with strata_server(strata, notebooks) as url:
         yield url
 
 
@@ -438,8 +445,8 @@ def test_signed_cells_that_fail_are_told_apart(strata, notebooks, server, intero
 # ---------------------------------------------------------------------------------------
 
 # The pool runs under its own Python, so this travels as text; README shows the same backend.
-POOL = '''
-import asyncio, json, os, re, signal, sys, urllib.request
+BACKEND = '''
+import asyncio, json, os, re, sys, urllib.request
 from strata_pool import MachineType, Pool, PoolStore, ProvisionedWorker
 
 class LocalBackend:
@@ -479,7 +486,11 @@ class LocalBackend:
             return await asyncio.to_thread(ask)
         except OSError:
             return False
+'''
 
+POOL = (
+    BACKEND
+    + """
 async def main(command, store, manifests):
     backend = LocalBackend(command)
     machine = MachineType(name="local", image="", env={"STRATA_WORKER_ALLOW_LOCAL_HOSTS": "1"})
@@ -501,7 +512,8 @@ async def main(command, store, manifests):
         await pool.aclose()
 
 asyncio.run(main(json.loads(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])))
-'''
+"""
+)
 
 
 @pytest.fixture
@@ -3586,18 +3598,9 @@ def core(request, strata, interop_worker, tmp_path_factory):
     entry = '[[tool.strata.transforms.registry]]\nref = "python_script@*"\nexecutor_url = "%s"\n'
     url = interop_worker.worker.url
     (folder / "pyproject.toml").write_text("[tool.strata.transforms]\nenabled = true\n\n" + entry % url)
-    port = free_port()
-    env = {
-        **server_environment(strata),
-        "STRATA_PORT": str(port),
-        "STRATA_HOST": "127.0.0.1",
-        "STRATA_CACHE_DIR": str(folder / "cache"),
-        "STRATA_ARTIFACT_DIR": str(folder / "artifacts"),
-        "STRATA_BUILD_RUNNER_POLL_INTERVAL_MS": "50" if request.param == "pushed" else "86400000",
-    }
-    command = [strata / "bin" / "strata-notebook", "--notebook-dir", folder]
-    with serving(command, "http://127.0.0.1:%d/health" % port, env=env, cwd=folder):
-        yield Core("http://127.0.0.1:%d" % port, interop_worker if request.param == "pulled" else None)
+    period = "50" if request.param == "pushed" else "86400000"
+    with strata_server(strata, folder, STRATA_BUILD_RUNNER_POLL_INTERVAL_MS=period) as url:
+        yield Core(url, interop_worker if request.param == "pulled" else None)
 
 
 class Core:
@@ -3706,3 +3709,174 @@ def test_the_server_polls_jobs_through_a_queue_a_timeout_and_a_cancel(
         run(*command, env=server_environment(strata))
         assert endless(60)["status"] != "ok"
     eventually(lambda: polled_worker.health()["active_executions"] == 0, "its slot is free")
+
+
+# ---------------------------------------------------------------------------------------
+# Folders: a notebook with mounts and output folders, by every way that a server has
+# ---------------------------------------------------------------------------------------
+
+FOLDER_CELLS = {
+    "reads": "# @mount data s3://bucket/{prefix}/in\nseen_reads = {{p.name: p.read_text() for p in sorted(data.iterdir())}}",
+    "writes": "# @mount out s3://bucket/{prefix}/out rw\n"
+    "(out / 'made.txt').write_text('made of ' + seen_reads['one.txt'])\n"
+    "seen_writes = sorted(path.name for path in out.iterdir())",
+    "fills": "# @output_dir plots\n(plots / 'a.txt').write_text('aye')\n"
+    "(plots / 'sub').mkdir()\n(plots / 'sub' / 'b.bin').write_bytes(bytes(70_000))\nseen_fills = len(seen_writes)",
+    "uses": "seen_uses = {{str(path.relative_to(plots)): path.stat().st_size for path in plots.rglob('*') if path.is_file()}}\n"
+    "print((plots / 'a.txt').read_text(), seen_fills)",
+}
+
+
+class Folders:
+    """The notebook, where its mounts are, and the variables that server and worker need for them."""
+
+    def __init__(self, s3, url, prefix):
+        self.s3, self.prefix = s3, prefix
+        credential = {"key": "k", "secret": "s", "endpoint_url": url}
+        self.env = {
+            "STRATA_NOTEBOOK_CREDENTIALS": json.dumps({"lab": credential}),
+            "STRATA_NOTEBOOK_MOUNT_CREDENTIALS": json.dumps({"s3": "lab"}),
+        }
+        self.cells = {name: source.format(prefix=prefix) for name, source in FOLDER_CELLS.items()}
+        s3.input(prefix + "/in/one.txt", b"one")
+        s3.input(prefix + "/in/two.txt", b"two")
+        s3.input(prefix + "/out/old.txt", b"old")
+
+    def check(self, values):
+        assert values["seen_reads"] == {"one.txt": "one", "two.txt": "two"}
+        assert values["seen_writes"] == ["made.txt", "old.txt"]
+        assert values["seen_fills"] == 2
+        assert values["seen_uses"] == {"a.txt": 3, "sub/b.bin": 70_000}
+        assert self.s3.read(self.prefix + "/out/made.txt") == b"made of one"
+        assert self.s3.read(self.prefix + "/out/old.txt") == b"old"
+
+
+@pytest.fixture
+def folders(s3, prefix):
+    return Folders(s3, s3.client.meta.endpoint_url, prefix)
+
+
+@contextlib.contextmanager
+def folder_worker(strata, notebooks, folders, tmp_path):
+    env = {"PATH": server_environment(strata)["PATH"], "STRATA_WORKER_ENV_ROOT": str(notebooks / "environments")}
+    env.update(STRATA_NOTEBOOK_MOUNT_CACHE_DIR=str(tmp_path / "mounts"), STRATA_WORKER_ALLOW_LOCAL_HOSTS="1")
+    with WorkerProcess(**env, **folders.env) as client:
+        yield client
+
+
+def test_a_notebook_with_mounts_and_folders_runs_over_the_direct_transport(strata, notebooks, folders, tmp_path):
+    with folder_worker(strata, notebooks, folders, tmp_path) as client:
+        url = client.worker.url + "/v1/execute"
+        folder = make_notebook(tmp_path / "notebook", folders.cells, url)
+        cells = run_notebook(strata, folder, **folders.env)
+        assert [cell["status"] for cell in cells.values()] == ["ok"] * 4, cells
+        assert cells["uses"]["stdout"] == "aye 2\n"
+        values = {name: value for cell in cells.values() for name, value in contents(folder, cell).items()}
+        folders.check(values)
+        assert client.worker.log().count("ok, staging") == 4
+
+
+@pytest.mark.parametrize("way", ["worker", "pool"])
+def test_a_notebook_with_mounts_and_folders_runs_over_signed_urls(strata, notebooks, folders, tmp_path, way):
+    """Straight to a worker, and through a pool that starts one."""
+    home = tmp_path / "home"
+    home.mkdir()
+    serve = folder_worker if way == "worker" else folder_pool
+    with serve(strata, notebooks, folders, tmp_path) as client:
+        notebook = make_notebook(home / "notebook", {**folders.cells, "all": ALL_SEEN}, client.worker.url, "signed")
+        with strata_server(strata, home, **folders.env) as url:
+            answer = run_cell(strata, url, open_notebook(url, notebook), "all")
+    assert answer["status"] == "ok" and answer["execution_method"] == "executor", answer
+    folders.check(json.loads(answer["stdout"]))
+
+
+ALL_SEEN = """import json
+print(json.dumps({"seen_reads": seen_reads, "seen_writes": seen_writes, "seen_fills": seen_fills, "seen_uses": seen_uses}))
+"""
+
+
+# What a platform in front of a pool does: a server's manifests become the pool's jobs.
+DISPATCHER = (
+    BACKEND
+    + """
+import http.server, threading
+
+async def main(command, store, env):
+    backend = LocalBackend(command)
+    machine = MachineType(name="local", image="", env=env)
+    pool = Pool(store=PoolStore(store), backend=backend, machine_types=[machine])
+    await pool.recover()
+    loop = asyncio.get_running_loop()
+
+    async def dispatch(body):
+        job = await pool.submit(tenant_id="t", machine_type="local", payload=body)
+        done = await pool.wait(job.id, timeout=120)
+        print(done.state.value, done.error, file=sys.stderr, flush=True)
+        return (200, done.result) if done.state.value == "completed" else (502, json.dumps({"detail": done.error}).encode())
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self, status, body):
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self):
+            self.answer(200, json.dumps(HEALTH).encode())
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path != "/v1/execute-manifest":
+                return self.answer(404, b"{}")
+            self.answer(*asyncio.run_coroutine_threadsafe(dispatch(body), loop).result())
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print("listening on http://127.0.0.1:%d" % server.server_address[1], file=sys.stderr, flush=True)
+    try:
+        await asyncio.to_thread(sys.stdin.read)  # until the test closes it
+    finally:
+        for backend_id in list(backend.processes):
+            await backend.stop(backend_id)
+        await pool.aclose()
+
+HEALTH = json.loads(sys.argv[4])
+asyncio.run(main(json.loads(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])))
+"""
+)
+
+
+class Dispatcher:
+    """As much of a worker's client as the tests of folders need."""
+
+    def __init__(self, url):
+        self.worker = self
+        self.url = url
+
+
+@contextlib.contextmanager
+def folder_pool(strata, notebooks, folders, tmp_path):
+    """A dispatcher in front of a real pool whose machines are this worker."""
+    with folder_worker(strata, notebooks, folders, tmp_path) as client:
+        health = client.health()  # what such a machine says of itself
+    env = {"STRATA_WORKER_ENV_ROOT": str(notebooks / "environments"), "STRATA_WORKER_ALLOW_LOCAL_HOSTS": "1"}
+    env.update(STRATA_NOTEBOOK_MOUNT_CACHE_DIR=str(tmp_path / "mounts"), **folders.env)
+    command = [sys.executable, str(Path(__file__).resolve().parent / "strata_worker.py")]
+    command, env, health = map(json.dumps, (command, env, health))
+    process = subprocess.Popen(
+        [strata / "bin" / "python", "-c", DISPATCHER, command, tmp_path / "pool.sqlite", env, health],
+        stdin=subprocess.PIPE,
+        stderr=open(tmp_path / "dispatcher.log", "w"),
+        env=server_environment(strata),
+    )
+    try:
+        find = lambda: re.search(r"listening on (\S+)", (tmp_path / "dispatcher.log").read_text())  # noqa: E731
+        yield Dispatcher(eventually(find, "the dispatcher listens", 30).group(1))
+    finally:
+        process.stdin.close()
+        process.wait(30)
+    assert "completed" in (tmp_path / "dispatcher.log").read_text()
