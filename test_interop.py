@@ -13,6 +13,7 @@ Listening        the other ways in, each on a real worker
 Core             builds of a real server's POST /v1/materialize
 Jobs             a real server that polls
 Folders          a notebook with mounts and output folders, by every way that a server has
+Through a relay  a real server, whose worker nobody can reach
 """
 
 import base64
@@ -3880,3 +3881,20 @@ def folder_pool(strata, notebooks, folders, tmp_path):
         process.stdin.close()
         process.wait(30)
     assert "completed" in (tmp_path / "dispatcher.log").read_text()
+
+
+# ---------------------------------------------------------------------------------------
+# Through a relay: a real server, whose worker nobody can reach
+# ---------------------------------------------------------------------------------------
+
+
+def test_a_real_server_runs_a_notebook_through_a_relay(strata, notebooks, relay, tmp_path):
+    env = {"PATH": server_environment(strata)["PATH"], "STRATA_WORKER_ENV_ROOT": str(notebooks / "environments")}
+    cells = {name: CELLS[name] for name in ("values", "values_read", "console", "display")}
+    with connected(relay, STRATA_WORKER_PRELOAD="pyarrow,numpy,pandas", **env) as worker, Front(relay) as url:
+        relay.sockets.get(timeout=20)
+        folder = make_notebook(tmp_path / "notebook", cells, url + "/v1/execute")
+        told = run_notebook(strata, folder)
+        assert {cell["status"] for cell in told.values()} == {"ok"}, told
+        assert len(contents(folder, told["values_read"])["seen_values"]) == 29
+    assert "".join(worker.lines).count("ok, staging") == len(cells)
