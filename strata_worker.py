@@ -6222,6 +6222,11 @@ class Jobs:
             job.resources.close()
 
 
+# ---------------------------------------------------------------------------------------
+# Routes: which request is whose
+# ---------------------------------------------------------------------------------------
+
+
 class Routes:
     """Answers requests, wherever they come from."""
 

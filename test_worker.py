@@ -307,6 +307,11 @@ def test_the_readme_names_tests_that_are_there():
     assert named and set(named) <= set(globals())
 
 
+def test_the_modules_docstring_is_a_map_of_its_sections():
+    banners = re.findall(r"^# -{80,}\n# ([\w ]+): .*\n# -{80,}$", (HERE / "strata_worker.py").read_text(), re.MULTILINE)
+    assert banners == re.findall(r"^    ([A-Z][\w ]*?)  +\S", strata_worker.__doc__, re.MULTILINE)
+
+
 def test_version_is_printed():
     assert run_command("--version").stdout.strip() == "strata-worker " + strata_worker.__version__
 
