@@ -7595,7 +7595,7 @@ def check_tool(argv):
         for number, probe in enumerate(PROBES):
             problem = failing(trial, probe, Path(folder, str(number)))
             missing += bool(problem and probe.needed)
-            rows.append((probe.what, "no" if problem else "yes", problem and "%s (%s)" % (probe.advice, problem) or ""))
+            rows.append(verdict(probe.what, problem is None, "", "%s (%s)" % (probe.advice, problem)))
         rows += [*machine_rows(trial.worker.machine), *disk_rows(trial.worker.settings)]
     print_table(rows)
     print("\n" + ("Something that every cell needs does not work." if missing else "This machine can run cells."))
@@ -7621,9 +7621,13 @@ def machine_rows(machine):
     """What the machine has beside what its cells can show."""
     gpus = ", ".join(each["name"] for each in machine.hardware.get("accelerators", ()))
     uv, renv = "install uv, and on Python 3.10 tomli", 'R: install.packages("renv")'
-    yield "locked environments", *(("yes", "") if machine.locks_python else ("no", uv))
-    yield "locked R environments", *(("yes", "") if machine.has_renv else ("no", renv))
-    yield "GPUs", *(("yes", gpus) if gpus else ("no", "nvidia-smi on PATH would tell of them"))
+    yield verdict("locked environments", machine.locks_python, "", uv)
+    yield verdict("locked R environments", machine.has_renv, "", renv)
+    yield verdict("GPUs", gpus, gpus, "nvidia-smi on PATH would tell of them")
+
+
+def verdict(what, works, fact, advice):
+    return (what, "yes", fact) if works else (what, "no", advice)
 
 
 def disk_rows(settings):
@@ -7637,7 +7641,7 @@ def disk_rows(settings):
         path = Path(place).expanduser()
         there = next(parent for parent in (path, *path.parents) if parent.exists())
         free = "%s, %.1f GiB free" % (path, shutil.disk_usage(there).free / 2**30)
-        yield what, *(("yes", free) if os.access(there, os.W_OK) else ("no", "%s cannot be written to" % path))
+        yield verdict(what, os.access(there, os.W_OK), free, "%s cannot be written to" % path)
 
 
 # One file to copy.
