@@ -2556,7 +2556,7 @@ class Memory:
         self.grown = self.peak - self.before
 
 
-SIZE = int(os.environ.get("RELAY_TEST_MIB", "256"))
+SIZE = 1024  # MiB
 
 
 def test_a_great_body_comes_in_in_flat_memory(relay_serving):
