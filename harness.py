@@ -2222,13 +2222,22 @@ class Run:
         )
 
 
+class Tables(dict):
+    """A transform's inputs by name and, as they have an order, by number."""
+
+    def __missing__(self, number):
+        if type(number) is not int:
+            raise KeyError(number)
+        return list(self.values())[number]
+
+
 class Transform(Run):
     """A Core transform: tables in, one table out, as a script or as a function of a module."""
 
     def run(self, namespace: dict):
         function, params = self.manifest.transform["function"], self.manifest.transform["params"]
         if function is not None:
-            tables = {name: namespace[name] for name in self.manifest.inputs}
+            tables = Tables((name, namespace[name]) for name in self.manifest.inputs)
             return self.function(function)(tables, params)
         namespace["params"] = params
         super().run(namespace)

@@ -7420,6 +7420,8 @@ def print_table(rows):
 
 # One file, run as a cell.
 
+BUNDLE_NAMES = ("manifest.json", "stdout.txt", "stderr.txt", "files", "dirs")
+
 
 def run_tool(argv):
     """``strata-worker run CELL``: the console and a table of what the cell left; 0 if it succeeded."""
@@ -7436,10 +7438,11 @@ def run_tool(argv):
     )
     parser.add_argument("--env", action="append", default=[], type=parse_variable, metavar="NAME=VALUE")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="a new folder for the bundle's files")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a folder for the bundle's files")
     options = parser.parse_args(argv)
-    if options.out and options.out.exists():
-        parser.error("--out %s is there already" % options.out)
+    there = [name for name in BUNDLE_NAMES if options.out and (options.out / name).exists()]
+    if there:
+        parser.error("--out %s has a %s already" % (options.out, there[0]))
     try:
         source = options.cell.read_text(encoding="utf-8")
     except (OSError, ValueError) as problem:
@@ -7462,7 +7465,7 @@ def run_file(options, source):
             return 1
         show_run(manifest, unpacked)
         if options.out:
-            shutil.move(unpacked, options.out)
+            shutil.copytree(unpacked, options.out, dirs_exist_ok=True)
     return 0 if manifest["success"] else 1
 
 

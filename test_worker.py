@@ -2742,6 +2742,7 @@ def double(inputs, params):
     print("doubling", params["column"])
     print("carefully", file=sys.stderr)
     table = inputs["input0"]
+    assert table is inputs[0]
     column = table.column(params["column"]).to_pylist()
     return pa.table({params["column"]: [value * 2 for value in column]})
 
@@ -3019,6 +3020,7 @@ text = some.read_text() + os.environ["GIVEN"]
 frame = file
 """
     (tmp_path / "cell.py").write_text(source)
+    (tmp_path / "out").mkdir()
     inputs = ["data=data.json", "folder=folder", "file=file.arrow", "stream=stream.arrow", "some=some.txt"]
     flags = [part for entry in inputs for part in ("--input", entry.replace("=", "=%s/" % tmp_path))]
     done = run_tool(tmp_path / "cell.py", *flags, "--env", "GIVEN=-given", "--out", tmp_path / "out")
@@ -3054,10 +3056,11 @@ def test_run_takes_an_r_file(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["none.py"], ["cell.py", "--input", "x"], ["cell.py", "--input", "x=none"], ["cell.py", "--out", "."], []],
+    [["none.py"], ["cell.py", "--input", "x"], ["cell.py", "--input", "x=none"], ["cell.py", "--out", "full"], []],
 )
 def test_bad_usage_of_run_is_2_and_says_what_was_wrong(tmp_path, arguments, monkeypatch):
     (tmp_path / "cell.py").write_text("x = 1")
+    (tmp_path / "full" / "files").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     done = run_command("run", *arguments)
     assert done.returncode == 2 and "error: " in done.stderr and "Traceback" not in done.stderr
