@@ -3589,6 +3589,7 @@ def test_a_hostile_archive_is_refused_whole(tmp_path, peer, block, attack):
 @pytest.mark.parametrize(
     "archive",
     [b"no gzip", archive_of(("bin/python", FILE, b"#!/bin/sh\n"))[:-20], archive_of(("big", FILE, bytes(10**6)))],
+    ids=["no gzip", "cut off", "too large"],
 )
 def test_an_archive_that_is_broken_or_too_large_is_refused(tmp_path, peer, block, archive):
     peer.blobs[registry_path(block["key"])] = archive
