@@ -37,6 +37,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import textwrap
 import threading
 import time
 import urllib.parse
@@ -222,8 +223,9 @@ PYPROJECT = """[project]
 name = "interop"
 version = "0.1.0"
 requires-python = ">=3.12"
-dependencies = ["pyarrow", "orjson", "cloudpickle", "pandas==%s", "polars==%s", "numpy", "matplotlib"]
+dependencies = ["pyarrow", "orjson", "cloudpickle"%s]
 """
+LIBRARIES = ', "pandas==%s", "polars==%s", "numpy", "matplotlib"'
 
 
 def versions():
@@ -253,7 +255,8 @@ def make_notebook(folder, cells, worker=None, transport="direct", local=()):
             'transport = "%s"' % transport,
         ]
     (folder / "notebook.toml").write_text("\n".join(toml) + "\n")
-    (folder / "pyproject.toml").write_text(PYPROJECT % versions())
+    needs_libraries = "import pandas" in "".join(cells.values())  # else its environment is made in a moment
+    (folder / "pyproject.toml").write_text(PYPROJECT % (LIBRARIES % versions() if needs_libraries else ""))
     return folder
 
 
@@ -445,49 +448,15 @@ def test_signed_cells_that_fail_are_told_apart(strata, notebooks, server, intero
 # Pool: strata-pool with a backend that starts this worker
 # ---------------------------------------------------------------------------------------
 
-# The pool runs under its own Python, so this travels as text; README shows the same backend.
-BACKEND = '''
-import asyncio, json, os, re, sys, urllib.request
-from strata_pool import MachineType, Pool, PoolStore, ProvisionedWorker
 
-class LocalBackend:
-    """Runs each machine as a process of this one: strata_worker.py on a free port."""
+def backend_of_the_readme():
+    """README's example of a Backend, as it can be pasted; the pool runs it under its own Python."""
+    readme = (Path(__file__).parent / "README.md").read_text()
+    block = re.search(r"^    import asyncio, os(?:    .*\n|.*\n(?=    |\n))+?(?=    pool = Pool)", readme, re.MULTILINE)
+    return "import json, sys\n" + textwrap.dedent(block.group())
 
-    name = "local"
 
-    def __init__(self, command):
-        self.command, self.processes = command, {}
-
-    async def start(self, spec, env=None):
-        process = await asyncio.create_subprocess_exec(
-            *self.command, "--port", "0", env={**os.environ, **spec.env, **(env or {}), "STRATA_WORKER_HOST": "127.0.0.1"},
-            stderr=asyncio.subprocess.PIPE)
-        while True:
-            line = (await process.stderr.readline()).decode()
-            if not line:
-                raise RuntimeError("the worker ended before it listened")
-            found = re.search(r"listening on (\\S+)", line)
-            if found:
-                break
-        asyncio.ensure_future(process.stderr.read())
-        self.processes[str(process.pid)] = process
-        return ProvisionedWorker(backend_id=str(process.pid), endpoint=found.group(1))
-
-    async def stop(self, backend_id):
-        process = self.processes.pop(backend_id, None)
-        if process is not None and process.returncode is None:
-            process.terminate()
-            await process.wait()
-
-    async def health(self, endpoint):
-        def ask():
-            with urllib.request.urlopen(endpoint + "/health", timeout=5) as answer:
-                return answer.status == 200
-        try:
-            return await asyncio.to_thread(ask)
-        except OSError:
-            return False
-'''
+BACKEND = backend_of_the_readme()
 
 POOL = (
     BACKEND
