@@ -5622,6 +5622,11 @@ class Runs:
             self.idle_since = time.monotonic()
             self.changed.notify_all()
 
+    def active(self):
+        """How many runs are under way: all but those that wait for a slot or to be fetched."""
+        with self.changed:
+            return sum(run.phase not in ("queued", "done") for run in self.kept)
+
     def are_over(self):
         return all(run.phase == "done" for run in self.kept)
 
@@ -6303,7 +6308,7 @@ class Routes:
                 "version": __version__,
                 "uptime_seconds": round(time.monotonic() - self.started, 3),
                 "launch_id": self.settings.launch_id,
-                "active_executions": slots.active,
+                "active_executions": self.runs.active(),
                 "max_concurrent": slots.max_concurrent,
                 "gpu_slots": slots.gpu_slots,
                 "free_gpu_slots": slots.free_gpus,
@@ -6331,10 +6336,12 @@ class Routes:
         check_protocol(request.headers)
         boundary = form_boundary(request.headers.get("content-type"))
         with contextlib.ExitStack() as stack:
-            run = stack.enter_context(self.runs.admitted())
-            run.trace = trace_context(request.headers)
-            stack.enter_context(execution_span(run.trace))
-            response = self.run_pushed(run, *self.receive(run, parse, boundary, request.body))
+            # The slot is free before the answer goes out: whoever has read it may ask again at once.
+            with self.runs.slots.taken() as gpu:
+                run = stack.enter_context(self.runs.begun(gpu))
+                run.trace = trace_context(request.headers)
+                stack.enter_context(execution_span(run.trace))
+                response = self.run_pushed(run, *self.receive(run, parse, boundary, request.body))
             response.close = stack.pop_all().close
             return response
 
@@ -7491,7 +7498,7 @@ def as_sent(name, path, scratch):
         with tarfile.open(tar, "w") as folder:
             folder.add(path, arcname=".", filter=lambda member: member if member.isreg() or member.isdir() else None)
         return name, "dir/tar", tar
-    kinds = [kind for kind, extension in EXTENSIONS.items() if path.name.endswith(extension)]
+    kinds = [kind for kind, extension in EXTENSIONS.items() if path.name.endswith(extension) and kind != "image/png"]
     kind = kinds[0] if kinds else "file/path"
     if kind == "arrow/ipc":
         with open(path, "rb") as file:
@@ -7594,20 +7601,21 @@ def check_tool(argv):
     )
     parser.parse_args(argv)
     rows, missing = [("what", "works", "")], 0
-    with tempfile.TemporaryDirectory(prefix="strata-check-") as folder, Trial() as trial:
+    with tempfile.TemporaryDirectory(prefix="strata-check-") as folder, Trial(env_root=folder + "/envs") as trial:
         for number, probe in enumerate(PROBES):
             problem = failing(trial, probe, Path(folder, str(number)))
             missing += bool(problem and probe.needed)
             rows.append(verdict(probe.what, problem is None, "", "%s (%s)" % (probe.advice, problem)))
-        rows += [*machine_rows(trial.worker.machine), *disk_rows(trial.worker.settings)]
+        rows += [locked_row(trial, Path(folder, "locked")), *machine_rows(trial.worker.machine)]
+        rows += disk_rows(Settings.load(os.environ))
     print_table(rows)
     print("\n" + ("Something that every cell needs does not work." if missing else "This machine can run cells."))
     return 1 if missing else 0
 
 
-def failing(trial, probe, folder):
+def failing(trial, probe, folder, **params):
     """Why this does not work here, in a line; None where it does."""
-    params = {} if probe.language == "python" else {"language": probe.language}
+    params.update({} if probe.language == "python" else {"language": probe.language})
     try:
         manifest = trial.run(probe.source, folder, timeout_seconds=120, **params)
     except WorkerError as problem:
@@ -7620,12 +7628,26 @@ def failing(trial, probe, folder):
     return None
 
 
+EMPTY_PROJECT = '[project]\nname = "check"\nversion = "0"\nrequires-python = ">=3.9"\n'
+EMPTY_LOCK = (
+    'version = 1\nrequires-python = ">=3.9"\n\n[[package]]\nname = "check"\nversion = "0"\nsource = { virtual = "." }\n'
+)
+
+
+def locked_row(trial, folder):
+    """An environment without packages is built, and a cell run in it."""
+    what, advice, problem = "locked environments", "install uv, and on Python 3.10 tomli", "they are not there"
+    if trial.worker.machine.locks_python:
+        block = {"key": uv_lock_key(EMPTY_LOCK), "lockfile": EMPTY_LOCK, "pyproject": EMPTY_PROJECT}
+        probe = Probe(what, "x = 1", "json/object")
+        problem = failing(trial, probe, folder, environment={**block, "python": "%d.%d" % sys.version_info[:2]})
+    return verdict(what, problem is None, "", "%s (%s)" % (advice, problem))
+
+
 def machine_rows(machine):
     """What the machine has beside what its cells can show."""
     gpus = ", ".join(each["name"] for each in machine.hardware.get("accelerators", ()))
-    uv, renv = "install uv, and on Python 3.10 tomli", 'R: install.packages("renv")'
-    yield verdict("locked environments", machine.locks_python, "", uv)
-    yield verdict("locked R environments", machine.has_renv, "", renv)
+    yield verdict("locked R environments", machine.has_renv, "", 'R: install.packages("renv")')
     yield verdict("GPUs", gpus, gpus, "nvidia-smi on PATH would tell of them")
 
 
@@ -7714,6 +7736,15 @@ def licences(package):
 TOOLS = {"check": check_tool, "run": run_tool}
 
 
+def use_tool(tool, arguments):
+    """Run a tool to its exit code. A signal ends its cell and leaves nothing."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        return tool(arguments)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
 # ---------------------------------------------------------------------------------------
 # Command line: flags, signals, the log
 # ---------------------------------------------------------------------------------------
@@ -7772,7 +7803,7 @@ def main(argv=None):
     if arguments == ["--mount-helper"]:
         mount_helper()  # does not return
     if arguments[:1] and arguments[0] in TOOLS:
-        return TOOLS[arguments[0]](arguments[1:])
+        return use_tool(TOOLS[arguments[0]], arguments[1:])
     given = parse_arguments(arguments)
     python, bundle = given.pop("print_env_path"), given.pop("bundle")
     if python:

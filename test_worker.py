@@ -1260,6 +1260,12 @@ def test_a_gpu_slot_sets_cuda_visible_devices_over_the_callers(tmp_path):
         assert client.run(source).json("gpu") == "3"
 
 
+def test_whoever_has_read_an_answer_may_ask_again_at_once():
+    with WorkerProcess("--max-concurrent", "1") as client:
+        for number in range(30):
+            assert client.run("x = %d" % number).json("x") == number
+
+
 def test_a_large_input_and_output_pass_in_flat_memory(worker):
     size = 256 * 2**20
     before = resident(worker.worker.process.pid)
@@ -2986,6 +2992,9 @@ def test_check_tells_what_works_and_what_to_do_about_the_rest(tmp_path):
     for what in ("Python cells", "pickled values", "Arrow tables", "pandas frames", "plots", "folder of runs"):
         assert rows[what][0] == "yes", done.stdout
     assert rows["R cells"][0] == ("yes" if shutil.which("Rscript") else "no")
+    if (Path(sys.executable).parent / "uv").exists():
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        assert rows_of(run_command("check", env={"PATH": path}).stdout)["locked environments"] == ["yes"]
     absent = [words for words in rows.values() if words[0] == "no"]
     assert all(len(words) > 2 for words in absent) and done.stderr == ""
 
@@ -3045,6 +3054,19 @@ def test_run_of_a_cell_that_cannot_run_is_1_with_the_reason(tmp_path):
     (tmp_path / "cell.py").write_text("import time; time.sleep(60)")
     done = run_tool(tmp_path / "cell.py", "--timeout", "0.3")
     assert done.returncode == 1 and "timeout" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_run_and_its_cell_and_leaves_nothing(tmp_path, number, code):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "cell.py").write_text("import time; open(%r, 'w').close(); time.sleep(60)" % str(tmp_path / "runs"))
+    command = [sys.executable, str(HERE / "strata_worker.py"), "run", str(tmp_path / "cell.py")]
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    eventually((tmp_path / "runs").exists, "the cell runs", 20)
+    process.send_signal(number)
+    assert process.wait(20) == code and "Traceback" not in process.stderr.read()
+    eventually(lambda: list((tmp_path / "tmp").iterdir()) == [], "nothing is left")
 
 
 def test_run_takes_an_r_file(tmp_path):
