@@ -2639,7 +2639,7 @@ def beating_worker():
 def test_a_slow_execute_answers_at_once_and_tells_its_status_in_the_body(beating_worker, peer):
     answer = beating_worker.manifest(peer.manifest("import time; time.sleep(1); x = 1"), "/execute")
     assert answer.status == 200 and answer.headers["X-Strata-Status-In-Body"] == "1"
-    assert re.fullmatch(rb" {2,5}\{.*", answer.body)
+    assert re.fullmatch(rb" {2,}\{.*", answer.body)
     told = json.loads(answer.body)
     assert told["status_code"] == 200 and json.loads(told["content"])["build_id"] == "pulled"
     assert peer.bundle().json("x") == 1
