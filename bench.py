@@ -451,7 +451,9 @@ def cells_per_second(worker, seconds, clients=8):
                 if answers[key.fileobj].feed(key.fileobj.recv(65536)):
                     answers.pop(key.fileobj).check()
                     ended.append(time.perf_counter())
-                    if not enough(ended, clients, seconds):
+                    if enough(ended, clients, seconds):
+                        selector.unregister(key.fileobj)  # a worker may close it while others are answered
+                    else:
                         key.fileobj.sendall(data)
                         answers[key.fileobj] = Answer()
     if len(ended) >= 3 * clients:
