@@ -841,7 +841,7 @@ class Bench:
         self.simple("server process at rest, run as a script", samples[1:3], mib, "under 40 MiB", 40 * MIB)
 
     def waiting(self):
-        samples = self.turns(waiting_memory, 1, 60)
+        samples = self.turns(waiting_memory, 1, 60, slow=True)
         shown = [sample.show_pair(mib, "%s (tree %s)") for sample in samples]
         met = bool(samples[0] and max(samples[0].values[0]) < 25 * MIB)
         times = ratio(samples[1].column(0), samples[0].column(0))
@@ -849,7 +849,8 @@ class Bench:
 
     def health(self):
         seconds = 4 if self.quick else 20
-        ours, other = [sample.flat() for sample in self.turns(lambda worker: health_under_load(worker, seconds), 1, 60)]
+        samples = self.turns(lambda worker: health_under_load(worker, seconds), 1, 60, slow=True)
+        ours, other = [sample.flat() for sample in samples]
         shown = [sample.show(ms, 0.99) for sample in (ours, other)]
         times = other.at(0.99) / ours.at(0.99) if ours and other else None
         met = bool(ours and ours.at(0.99) < 0.025)
