@@ -96,6 +96,11 @@ def eventually(condition, what, seconds=10):
 PRELOAD = {"STRATA_WORKER_PRELOAD": os.environ["STRATA_TEST_PRELOAD"]} if "STRATA_TEST_PRELOAD" in os.environ else {}
 
 
+needs_fork_server = pytest.mark.skipif(
+    PRELOAD.get("STRATA_WORKER_PRELOAD") == "off", reason="the suite runs without a fork server"
+)
+
+
 class WorkerProcess:
     """``python strata_worker.py --port 0``, its URL and its log."""
 
@@ -2150,6 +2155,7 @@ def test_cells_die_with_a_worker_that_is_killed(tmp_path):
             eventually(lambda: not marked(mark), "its processes are gone", 2)
 
 
+@needs_fork_server
 def test_a_run_survives_the_death_of_its_fork_server():
     worker = WorkerProcess()
     with worker as client:
@@ -2164,6 +2170,7 @@ def test_a_run_survives_the_death_of_its_fork_server():
             assert answer().bundle.json("x") == 7
 
 
+@needs_fork_server
 def test_a_fork_server_that_hangs_loses_no_run():
     worker = WorkerProcess()
     with worker as client:
@@ -2580,7 +2587,7 @@ def test_jobs_are_bounded_in_number():
 
 def test_jobs_are_bounded_in_time(tmp_path):
     flags = ("--jobs", "--max-concurrent", "1")
-    with WorkerProcess(*flags, STRATA_WORKER_JOB_SECONDS="0.5", STRATA_WORKER_RUN_ROOT=str(tmp_path)) as client:
+    with WorkerProcess(*flags, STRATA_WORKER_JOB_SECONDS="3", STRATA_WORKER_RUN_ROOT=str(tmp_path)) as client:
         first, second = submit(client, wait_for(tmp_path / "go")), submit(client, "x = 2")
         told = result_of(client, second).json
         assert (told["state"], told["status_code"]) == ("failed", 503)
@@ -3653,6 +3660,7 @@ def test_print_env_path_names_the_interpreter_and_the_platform():
     )
 
 
+@needs_fork_server
 def test_a_locked_cell_is_forked_once_its_fork_server_is_there(env_worker, block):
     env_worker.run(WHERE, environment=block, timeout_seconds=60)
     servers = eventually(
