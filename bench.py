@@ -462,9 +462,9 @@ def cells_per_second(worker, seconds, clients=8):
 
 
 def enough(ended, clients, seconds):
-    """A slow worker gets up to eight times as long to answer each client three times."""
+    """A slow worker gets up to four times as long to answer each client three times."""
     went_on = ended[-1] - ended[0]
-    return went_on > seconds and (len(ended) >= 3 * clients or went_on > 8 * seconds)
+    return went_on > seconds and (len(ended) >= 3 * clients or went_on > 4 * seconds)
 
 
 def stop(reason):
@@ -802,7 +802,7 @@ class Bench:
         self.row(what, (ours.show(ms), other.show(ms)), ratio(other, ours), target, met, floor)
 
     def rate(self):
-        seconds, count = (3, 1) if self.quick else (10, 3)
+        seconds, count = (2, 1) if self.quick else (10, 3)
         ours, other = self.turns(lambda worker: cells_per_second(worker, seconds), count, 60)
         times = ratio(ours, other)
         met = (times >= 40 if times else None) if ours else False
