@@ -39,7 +39,7 @@ from pathlib import Path
 import pytest
 
 import strata_worker
-from test_relay import Front, connected, relay  # noqa: F401  (relay is a fixture)
+from test_relay import Front, connected, relay  # noqa: F401, F811  (relay is a fixture)
 from test_worker import (
     Bundle,
     Peer,
