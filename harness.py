@@ -828,8 +828,7 @@ def table_value(table):
     """The table as the type it was made of, or as the nearest type that is installed."""
     metadata = table.schema.metadata or {}
     source = metadata.get(SOURCE, b"pandas.DataFrame").decode()
-    kept = {key: value for key, value in metadata.items() if not key.startswith(b"strata.arrow.")}
-    table = table.replace_schema_metadata(kept or None)
+    table = without_marks(table)
     if source == "pyarrow.RecordBatch":
         return record_batch(table)
     is_series = source.endswith(".Series")
@@ -839,6 +838,13 @@ def table_value(table):
         except ImportError:
             continue
     return table
+
+
+def without_marks(table):
+    """The table with its own metadata alone, and none that says how to rebuild a value."""
+    metadata = table.schema.metadata or {}
+    kept = {key: value for key, value in metadata.items() if not key.startswith(b"strata.arrow.")}
+    return table.replace_schema_metadata(kept or None)
 
 
 def record_batch(table):
@@ -1891,7 +1897,7 @@ class ConsoleFile(_io.FileIO):
     def write(self, data) -> int:
         size = super().write(data)
         self.writes += 1
-        self.size += size
+        self.size += size or 0  # None: a cell has made the descriptor non-blocking, and it is full
         if self.writes == FLOOD_WRITES:
             now = time.monotonic()
             if now - self.since < FLOOD_SECONDS and self.thread.acquire(False):
@@ -2277,12 +2283,10 @@ def batches_of(value):
         value = pyarrow.table(value)
     convert = arrow_converter(type(value))
     table = convert(value) if convert else None
-    metadata = dict(table.schema.metadata) if table is not None else {}
-    if metadata.pop(SHAPE, None) != b"table":
+    if table is None or table.schema.metadata[SHAPE] != b"table":
         kind = type(value).__name__
         raise TypeError(f"a transform gives back a table, not a value of type {kind}")
-    kept = {key: item for key, item in metadata.items() if not key.startswith(b"strata.arrow.")}
-    return table.replace_schema_metadata(kept or None).to_reader()
+    return without_marks(table).to_reader()
 
 
 def write_batches(reader, file) -> None:
@@ -2482,8 +2486,7 @@ def use_large_pages() -> None:
     """Have the kernel (6.1 or newer) keep what is imported in pages of 2 MiB where it can.
 
     A fork copies the table of pages and an exit takes it down, and that is most of what a small
-    cell costs: with a table of a third of the size, a third less. Where a cell writes it gets
-    small pages of its own as before.
+    cell costs. Where a cell writes it gets small pages of its own as before.
     """
     HUGEPAGE, NOHUGEPAGE, COLLAPSE = 14, 15, 25
     if not sys.platform.startswith("linux"):
@@ -2875,11 +2878,7 @@ def refresh(launch: dict) -> None:
     replace_environment(launch["env"])
     time.tzset()
     sys.argv[:] = [__file__, launch["manifest"]]
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
-    for name, fd in (("stdout", 1), ("stderr", 2)):  # until the run's Console
-        stream = open(fd, "w", encoding="utf-8", closefd=False)
-        setattr(sys, name, stream)
-        setattr(sys, "__%s__" % name, stream)
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # the others are the Console's
 
 
 def replace_environment(env: dict) -> None:

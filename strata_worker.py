@@ -623,6 +623,11 @@ def bad_request(message):
     return WorkerError(400, message)
 
 
+def unavailable(message):
+    """Not now: the same request may be served in a moment (page: 503)."""
+    return WorkerError(503, message, headers=[("Retry-After", "1")])
+
+
 class TransformError(WorkerError):
     """What a Core transform's request ends in, with Core's own body (page: "Core transform executors")."""
 
@@ -5396,7 +5401,7 @@ class Slots:
         with self.changed:
             shortage = self.shortage() or self.queue and "%d executions wait for a slot" % len(self.queue)
             if shortage:
-                raise self.full(shortage)
+                raise unavailable(shortage)
             gpu = self.take()
         with self.held(gpu):
             yield gpu
@@ -5410,7 +5415,7 @@ class Slots:
                 self.changed.wait_for(lambda: run.cancelled or self.is_turn_of(run), limit)
                 run.check()
                 if not self.is_turn_of(run):
-                    raise self.full("No slot was free for %g seconds (STRATA_WORKER_JOB_SECONDS)" % limit)
+                    raise unavailable("No slot was free for %g seconds (STRATA_WORKER_JOB_SECONDS)" % limit)
                 gpu = self.take()
             finally:
                 self.queue.remove(run)
@@ -5452,10 +5457,6 @@ class Slots:
     def take(self):
         self.active += 1
         return self.gpus.popleft() if self.gpu_slots is not None else None
-
-    @staticmethod
-    def full(message):
-        return WorkerError(503, message, headers=[("Retry-After", "1")])
 
 
 class Run:
@@ -5577,7 +5578,7 @@ def outcome_of(problem):
 
 
 class Runs:
-    """The runs there are, admitted one by one and found by their build id."""
+    """The runs there are, begun one by one and found by their build id."""
 
     def __init__(self, settings):
         self.root = RunRoot(settings.run_root)
@@ -5589,19 +5590,16 @@ class Runs:
         self.changed = threading.Condition()
 
     @contextlib.contextmanager
-    def admitted(self):
-        """A Run with a slot and a folder, both gone at the end; WorkerError 503 when full."""
-        with self.slots.taken() as gpu, self.begun(gpu) as run:
-            yield run
-
-    @contextlib.contextmanager
     def begun(self, gpu=None):
-        """A Run with a folder, which has yet to wait for its slot."""
+        """A Run with a folder, gone at the end; WorkerError 503 when the worker is stopping.
+
+        It runs in a slot: one that its caller has taken, or one that it will wait for.
+        """
         run = Run(self.root.new_folder(), gpu)
         with self.changed:
             if self.draining:
                 remove_tree(run.folder)
-                raise Slots.full("The worker is stopping")
+                raise unavailable("The worker is stopping")
             self.kept.add(run)
         try:
             with run.judged():
@@ -6101,7 +6099,7 @@ class Job:
         try:
             thread.start()
         except RuntimeError:  # the system has no thread to give
-            raise Slots.full("The worker has no thread to spare") from None
+            raise unavailable("The worker has no thread to spare") from None
 
     def wait(self, make):
         """Run ``make`` in its turn, here: for a caller that cannot come back."""
@@ -6168,7 +6166,7 @@ class Jobs:
             job = Job(self, stack.enter_context(self.runs.begun()), stack)
             with self.changed:
                 if len(self.jobs) >= self.limit:
-                    raise Slots.full(
+                    raise unavailable(
                         "Worker keeps %d jobs of %d (STRATA_WORKER_MAX_JOBS)" % (len(self.jobs), self.limit)
                     )
                 self.jobs[job.id] = job
@@ -6386,7 +6384,7 @@ class Routes:
     def pull(self, request):
         """``POST /v1/execute-manifest`` and ``/execute``: inputs and bundle go by signed URLs."""
         check_protocol(request.headers)
-        with self.runs.admitted() as run:
+        with self.runs.slots.taken() as gpu, self.runs.begun(gpu) as run:
             work = self.take_manifest(run, request)
             with execution_span(run.trace):
                 return work()
@@ -6496,7 +6494,7 @@ class Background:
         try:
             self.thread.start()
         except RuntimeError:  # the system has no thread to give
-            raise Slots.full("The worker has no thread to spare") from None
+            raise unavailable("The worker has no thread to spare") from None
 
     def run(self):
         self.response = self.make()
@@ -7085,7 +7083,7 @@ class Relay:
                 self.busy += 1
                 return
         self.leave(stream)
-        error = WorkerError(503, "The worker is busy or stopping", headers=[("Retry-After", "1")])
+        error = unavailable("The worker is busy or stopping")
         self.reply(stream, error_response(error))
 
     def leave(self, stream):

@@ -1,5 +1,8 @@
 """Tests of the other ways in: a relay on the websockets package, TLS, a Unix socket, WSGI. All on loopback.
 
+Each has a real server of another package before it or around it, as in test_interop.py. They are a file of
+their own because a file is what runs beside the others: together the two would take over ten minutes.
+
 Relay            the codec by itself, then a worker before relays
 Listening        each of the others, on a real worker
 """
@@ -397,6 +400,19 @@ def echo(request):
     return Response(200, list(iter(request.body.read, b"")), [("X-Path", request.path), ("X-Method", request.method)])
 
 
+def echo_or_tell(lost):
+    """echo, which also tells the queue ``lost`` when the body is."""
+
+    def answer(request):
+        try:
+            return echo(request)
+        except Disconnected:
+            lost.put("disconnected")
+            raise
+
+    return answer
+
+
 def test_a_forwarded_request_is_the_request_and_its_answer_the_answer(relay_serving):
     def answer(request):
         told = [
@@ -562,20 +578,12 @@ def test_an_answer_is_closed_before_its_end_is_sent(relay_serving):
 
 
 def test_after_an_abort_the_body_is_disconnected_and_nothing_more_is_sent(relay_serving):
-    ended = queue.Queue()
-
-    def answer(request):
-        try:
-            return echo(request)
-        except Disconnected:
-            ended.put(None)
-            raise
-
-    relay = relay_serving(answer)
+    lost = queue.Queue()
+    relay = relay_serving(echo_or_tell(lost))
     exchange = relay.begin("POST", "/")
     exchange.chunk(b"x")
     exchange.abort()
-    ended.get(timeout=10)
+    lost.get(timeout=10)
     assert relay.ask("GET", "/").answer()[0] == 200
     assert exchange.frames.empty()
 
@@ -805,19 +813,11 @@ def test_the_relay_dies_and_comes_back(relay_serving):
 
 
 def test_a_body_that_was_not_all_there_when_the_relay_died_is_disconnected(relay_serving):
-    outcomes = queue.Queue()
-
-    def answer(request):
-        try:
-            return echo(request)
-        except Disconnected:
-            outcomes.put("disconnected")
-            raise
-
-    relay = relay_serving(answer)
+    lost = queue.Queue()
+    relay = relay_serving(echo_or_tell(lost))
     relay.begin("POST", "/").chunk(b"half")
     relay.ws.socket.shutdown(socket.SHUT_RDWR)
-    assert outcomes.get(timeout=10) == "disconnected"
+    assert lost.get(timeout=10) == "disconnected"
 
 
 def test_a_relay_that_says_goodbye_is_dialled_again(relay_serving):
