@@ -7563,6 +7563,8 @@ class Probe:
 PROBES = (
     Probe("Python cells", "x = 1 + 1", "json/object", "see the error", needed=True),
     Probe("pickled values", "x = {1, 2}", "pickle/object", "see the error", needed=True),
+    Probe("modules", "import json as x", "module/import", "see the error"),
+    Probe("Markdown", "Markdown('*x*')", "text/markdown", "see the error", variable="_"),
     Probe("functions of a cell", "x = lambda: 1", "pickle/object", "pip install cloudpickle"),
     Probe("Arrow tables", "import pyarrow\nx = pyarrow.table({'a': [1]})", "arrow/ipc", "pip install pyarrow"),
     Probe("numpy arrays", "import numpy\nx = numpy.arange(3)", "arrow/ipc", "pip install numpy pyarrow"),
@@ -7582,6 +7584,7 @@ PROBES = (
     ),
     Probe("mounts", "from pyarrow import fs\nx = [fs.S3FileSystem.__name__]", "json/object", "pip install pyarrow"),
     Probe("R cells", "x <- 1", "json/object", "install R, and its package jsonlite", language="r"),
+    Probe("R objects", "x <- factor('a')", "application/x-r-rds", "install R, and its package jsonlite", language="r"),
     Probe(
         "R data frames",
         "x <- data.frame(a = 1)",

@@ -2997,9 +2997,11 @@ def test_check_tells_what_works_and_what_to_do_about_the_rest(tmp_path):
     done = run_command("check", env={"STRATA_WORKER_TOKEN": "t0ken", "STRATA_WORKER_CONNECT": "ws://nowhere.invalid"})
     rows = rows_of(done.stdout)
     assert done.returncode == 0 and done.stdout.endswith("This machine can run cells.\n"), done
-    for what in ("Python cells", "pickled values", "Arrow tables", "pandas frames", "plots", "folder of runs"):
+    formats = ("modules", "Markdown", "functions of a cell", "Arrow tables", "pandas frames", "plots")
+    for what in ("Python cells", "pickled values", *formats, "folder of runs"):
         assert rows[what][0] == "yes", done.stdout
-    assert rows["R cells"][0] == ("yes" if shutil.which("Rscript") else "no")
+    for what in ("R cells", "R objects"):
+        assert rows[what][0] == ("yes" if shutil.which("Rscript") else "no")
     if (Path(sys.executable).parent / "uv").exists():
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         assert rows_of(run_command("check", env={"PATH": path}).stdout)["locked environments"] == ["yes"]
