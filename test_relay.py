@@ -1,7 +1,7 @@
 """Tests of the other ways in: a relay on the websockets package, TLS, a Unix socket, WSGI. All on loopback.
 
 Each has a real server of another package before it or around it, as in test_interop.py. They are a file of
-their own because a file is what runs beside the others: together the two would take over ten minutes.
+their own because files run beside each other, which keeps the suite under ten minutes on two cores.
 
 Relay            the codec by itself, then a worker before relays
 Listening        each of the others, on a real worker
