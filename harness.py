@@ -1871,6 +1871,10 @@ def attribute_values(item):
 FLOOD_WRITES, FLOOD_SECONDS = 500, 0.25
 FLOOD_PERIOD, FLOOD_BYTES = 0.02, 4096
 
+# A file is locked while it is written to. Between writes the worker can give back the disk of
+# what is past the console's limit.
+LONGEST_WRITE = 16 * 1024 * 1024
+
 
 class ConsoleFile(_io.FileIO):
     """Descriptor 1 or 2 below a text stream; it notices when lines come in a flood.
@@ -1895,7 +1899,7 @@ class ConsoleFile(_io.FileIO):
         os.register_at_fork(before=self.calm)
 
     def write(self, data) -> int:
-        size = super().write(data)
+        size = super().write(data[:LONGEST_WRITE])
         self.writes += 1
         self.size += size or 0  # None: a cell has made the descriptor non-blocking, and it is full
         if self.writes == FLOOD_WRITES:

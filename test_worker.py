@@ -5738,6 +5738,13 @@ def test_a_flood_of_lines_is_not_a_write_for_each(run_cell):
     assert ran.stdout == FLOODED and int(ran.stderr) < 100_000
 
 
+def test_a_long_line_is_written_in_pieces_between_which_it_can_be_trimmed(run_cell):
+    need(Path("/proc/self/io").exists(), "needs /proc")
+    count = "int(open('/proc/self/io').read().split('syscw: ')[1].split()[0])"
+    ran = run_cell("import sys\nbefore = %s\nprint('y' * 10**8)\nprint(%s - before, file=sys.stderr)" % (count, count))
+    assert len(ran.stdout) == 10**8 + 1 and int(ran.stderr) >= 10**8 // 2**24
+
+
 def test_what_a_flood_leaves_in_a_buffer_is_on_its_way_without_another_print(run_cell):
     wait = """
 until = time.monotonic() + 10
