@@ -7637,12 +7637,13 @@ EMPTY_LOCK = (
 
 def locked_row(trial, folder):
     """An environment without packages is built, and a cell run in it."""
-    what, advice, problem = "locked environments", "install uv, and on Python 3.10 tomli", "they are not there"
-    if trial.worker.machine.locks_python:
-        block = {"key": uv_lock_key(EMPTY_LOCK), "lockfile": EMPTY_LOCK, "pyproject": EMPTY_PROJECT}
-        probe = Probe(what, "x = 1", "json/object")
-        problem = failing(trial, probe, folder, environment={**block, "python": "%d.%d" % sys.version_info[:2]})
-    return verdict(what, problem is None, "", "%s (%s)" % (advice, problem))
+    what = "locked environments"
+    if not trial.worker.machine.locks_python:
+        return verdict(what, False, "", "install uv, and on Python 3.10 tomli")
+    block = {"key": uv_lock_key(EMPTY_LOCK), "lockfile": EMPTY_LOCK, "pyproject": EMPTY_PROJECT}
+    block["python"] = "%d.%d" % sys.version_info[:2]
+    problem = failing(trial, Probe(what, "x = 1", "json/object"), folder, environment=block)
+    return verdict(what, problem is None, "", problem)
 
 
 def machine_rows(machine):
@@ -7871,7 +7872,7 @@ def serve_until_signalled(worker):
         signal.signal(number, lambda number, _: arrived.put(number))
     log.info("strata-worker %s %s", __version__, worker.way_in)
     drain_seconds = worker.wait()
-    log.info("stopping: running cells have %g seconds", drain_seconds)
+    log.info("stopping: running cells have %s", "%g seconds" % drain_seconds if drain_seconds < math.inf else "no end")
     worker.stop(drain_seconds)
 
 

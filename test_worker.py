@@ -3185,7 +3185,8 @@ def test_a_soak_of_mixed_load_leaves_nothing_behind(tmp_path, peer):
         STRATA_WORKER_STALL_SECONDS="2",
     )
     with worker as client:
-        eventually(lambda: fork_servers(worker, "pandas"), "the fork server runs")
+        if not PRELOAD:
+            eventually(lambda: fork_servers(worker, "pandas"), "the fork server runs")
         for _ in range(20):
             client.run("x = 1")
         before = footprint(worker)
